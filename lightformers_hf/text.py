@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import glob
 import gzip
 import hashlib
 import json
@@ -17,7 +18,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -35,6 +36,9 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
 ROWS = 10_000  # read together
 NO_ROWS = ("corresponds to no data", "at least one example")  # messages of the library for a file without rows
+READING_ERRORS = (ValueError, EOFError, OSError, zlib.error, RecursionError)  # of files that are damaged
+RETURN = "holds a carriage return (\\r) within a text, where a row ends for most programs: replace it"
+Bad = dict[str, str] | None  # {place of a damaged line that is skipped: reason}; `None`: such lines are errors
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
 HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
 LANGUAGE = r"[a-z]{2}([_-].*)?|[a-z]{3}_[A-Z][a-z]{3}"  # codes, also those of NLLB
@@ -51,34 +55,35 @@ def load_parallel(
     """Load sentence pairs as a dataset of two string columns, `source` and `target`, in the order of the data.
 
     Args:
-        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet) or a dataset on the Hub, `name` or
-            `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
+        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet), a folder of such files, a pattern
+            (`train-*.jsonl.gz`), several of them, or a dataset on the Hub, `name` or `name:configuration`. Cells of a
+            .tsv file are taken as they stand (a quote is a character).
         source, target: names of columns, or languages inside a column `translation`:
             `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`. A prefix for every source goes behind its
             column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`). If there are no other
             columns than two of text, and their names are no languages, they are source and target, with a warning.
         split: the split of a Hub dataset. A local file is one split, this argument does not matter to it.
-        max_samples: keep the first so many pairs (default: all).
+        max_samples: read and keep only the first so many pairs (default: all).
 
     Raises:
         FileNotFoundError: no such file, or no such dataset on the Hub.
         ValueError: an unknown file type, unreadable or empty data, columns that are missing, values that are not text.
     """
     (source, prefix), target = split_prefix(source), split_language(target)[0] or ""
-    pairs = load_rows(data, split=split)
-    pairs = _select_columns(pairs, data, source, target)
-    pairs = take_rows(pairs, max_samples)
-    _check_text(pairs, data, {"source": source, "target": target})
+    pairs = load_rows(data, split=split, first=max_samples)
+    pairs = select_texts(pairs, data, source, target)
     return pairs.map(lambda pair: {"source": prefix + pair["source"]}) if prefix else pairs
 
 
 def take_rows(rows: Dataset, max_samples: int | None) -> Dataset:
     """The first so many rows, or all. Raises `ValueError` for a number below 1."""
-    if max_samples is None:
-        return rows
-    if max_samples < 1:
+    _check_number(max_samples)
+    return rows if max_samples is None else rows.select(range(min(max_samples, len(rows))))
+
+
+def _check_number(max_samples: int | None) -> None:
+    if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
-    return rows.select(range(min(max_samples, len(rows))))
 
 
 def load_text(
@@ -90,54 +95,114 @@ def load_text(
     `default` names for the target where `source` is named and `target` is not. `default`: columns for those that are
     `None`; the source's may bring a prefix.
     """
-    column, prefix = split_prefix(source or default[0])
-    source, names = column if source else None, (column, target or default[1])
-    if data.removesuffix(".gz").endswith(".txt"):
-        rows, only = load_lines(Path(data)), "text"
-        if len(rows) == 0:
-            raise ValueError(f"{data} is empty: expected at least one line.")
-    else:
-        rows = _find_languages(load_rows(data, split=split), names)
-        single = len(rows.column_names) == 1
-        alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)
-        if not alone:
-            return load_parallel(data, source=f"{column}={prefix}" if prefix else column, target=names[1], split=split)
-        only = rows.column_names[0] if single and source not in rows.column_names else names[0]
-        if (source is not None and only != source) or only == names[1]:
-            raise ValueError(f"{data} has no column {names[0]!r}: it has {_shorten(only)} alone.")
-    texts = rows.select_columns([only]).rename_columns({only: "source"} if only != "source" else {})
-    _check_text(texts, data, {"source": only})
+    rows = load_rows(data, split=split)
+    first, second, prefix = find_texts(rows, data, source=source, target=target, default=default)
+    texts = select_texts(rows, data, first, second)
     return texts.map(lambda row: {"source": prefix + row["source"]}) if prefix else texts
 
 
-def load_rows(data: str, *, split: str = "train") -> Dataset:
-    """All columns of a file or a Hub dataset, as `load_parallel` finds them; at least one row."""
-    if is_file_name(data):
-        rows = load_file(Path(data))
-    else:
-        from datasets import load_dataset
+def find_texts(
+    rows: Dataset, data: str, *, source: str | None, target: str | None, default: tuple[str, str]
+) -> tuple[str, str | None, str]:
+    """Columns of source and target of rows that `load_text` reads, and the prefix; a target of `None`: sources alone.
 
-        name, _, configuration = data.partition(":")
-        if not name.strip("/ "):
-            raise ValueError("the data has no name: give a file, or a dataset of the Hub")
-        rows = load_dataset(name, configuration or None, split=split)
+    Raises `ValueError` where the rows have no such columns.
+    """
+    column, prefix = split_prefix(source or default[0])
+    if rows.column_names == ["text"] and all(suffix_of(file) == ".txt" for file in find_files(data) or [""]):
+        return "text", None, prefix
+    source, names = column if source else None, (column, target or default[1])
+    rows = _find_languages(rows, names)
+    single = len(rows.column_names) == 1
+    alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)
+    if not alone:
+        return *_pair_columns(rows, data, *names), prefix
+    only = rows.column_names[0] if single and source not in rows.column_names else names[0]
+    if (source is not None and only != source) or only == names[1]:
+        raise ValueError(f"{data} has no column {names[0]!r}: it has {_shorten(only)} alone.")
+    return only, None, prefix
+
+
+def load_rows(data: str, *, split: str = "train", first: int | None = None, bad: Bad = None) -> Dataset:
+    """All columns of files or a Hub dataset, as `load_parallel` finds them; at least one row.
+
+    Args:
+        first: read the first so many rows alone.
+        bad: with `first`, note damaged lines here, and skip them.
+    """
+    _check_number(first)
+    files = find_files(data)
+    rows = _load_hub(str(data), split, first) if files is None else _load_files(files, first, bad)
     if len(rows) == 0:
-        raise ValueError(f"{data} holds no rows: expected at least one.")
+        raise ValueError(f"{data} is empty: it holds no rows, expected at least one.")
     return rows
 
 
-def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Dataset:
-    """The columns `source` and `target` of `pairs`, wherever they stand, or the only two of text."""
-    pairs = _find_languages(pairs, (source, target))
-    columns, source, target = (source, target), *choose_pair(pairs, source, target)
+def _load_hub(data: str, split: str, first: int | None) -> Dataset:
+    from datasets import Dataset, load_dataset
+    from datasets.config import HF_HUB_OFFLINE
+
+    name, configuration = hub_name(data)
+    if first is None or HF_HUB_OFFLINE:  # offline, what was downloaded is there, and no stream
+        return take_rows(load_dataset(name, configuration, split=split), first)
+    stream = load_dataset(name, configuration, split=split, streaming=True)
+    return Dataset.from_list(list(stream.take(first)), features=stream.features)
+
+
+def hub_name(data: str) -> tuple[str, str | None]:
+    """Name and configuration of a dataset on the Hub. Raises `ValueError` where there is no name."""
+    name, _, configuration = data.partition(":")
+    if not name.strip("/ "):
+        raise ValueError("the data has no name: give a file, or a dataset of the Hub")
+    return name, configuration or None
+
+
+def _load_files(files: Sequence[str], first: int | None, bad: Bad) -> Dataset:
+    """The rows of files of the same columns, one file after another; without any where no file has one."""
+    from datasets import Dataset, concatenate_datasets
+
+    parts: list[Dataset] = []
+    for file in files:
+        rows = load_file(Path(file), first, bad)
+        rows = rows.flatten() if len(files) > 1 else rows  # datasets cannot flatten rows that are put together
+        if len(rows):
+            if parts and {*rows.column_names} != {*parts[0].column_names}:
+                raise ValueError(
+                    f"{file} has the columns {', '.join(rows.column_names)}, unlike {files[0]}, which has "
+                    f"{', '.join(parts[0].column_names)}: give files of the same columns"
+                )
+            parts.append(rows)
+        elif len(files) > 1 and first is None:
+            logger.warning(f"{file} is empty: it is skipped")
+        if first is not None and (first := first - len(rows)) <= 0:
+            break
+    return concatenate_datasets(parts) if len(parts) > 1 else (*parts, Dataset.from_dict({}))[0]
+
+
+def select_texts(rows: Dataset, data: str, source: str, target: str | None) -> Dataset:
+    """The columns `source` and `target` (unless that is `None`) under these names, checked to be text."""
+    if target is not None:
+        rows = _find_languages(rows, (source, target))
+        source, target = _pair_columns(rows, data, source, target)
+    elif source not in rows.column_names:
+        rows = _find_languages(rows, (source, source))
+    named = {source: "source"} | ({target: "target"} if target is not None else {})
+    texts = rows.select_columns(list(named)).rename_columns({old: new for old, new in named.items() if old != new})
+    _check_text(texts, data, {new: old for old, new in named.items()})
+    return texts
+
+
+def _pair_columns(rows: Dataset, data: str, source: str, target: str) -> tuple[str, str]:
+    """Names of the columns `source` and `target`, or of the only two of text. Raises `ValueError` without either."""
+    columns, source, target = (source, target), *choose_pair(rows, source, target)
     if (source, target) != columns:
         logger.warning(
             f"{data} has no columns {columns[0]!r} and {columns[1]!r}: its only columns, {_shorten(source)} and "
             f"{_shorten(target)}, are taken as source and target"
         )
-    missing = [name for name in (source, target) if name not in pairs.column_names]
+    missing = [name for name in (source, target) if name not in rows.column_names]
     if missing:
-        wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, pairs.column_names))
+        wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, rows.column_names))
         header = data.removesuffix(".gz").endswith((".csv", ".tsv"))
         raise ValueError(
             f"{data} has no column {wanted}: it has {there}. "
@@ -147,7 +212,7 @@ def _select_columns(pairs: Dataset, data: str, source: str, target: str) -> Data
         )
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
-    return pairs.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+    return source, target
 
 
 def choose_pair(pairs: Dataset, source: str, target: str) -> tuple[str, str]:
@@ -166,8 +231,8 @@ def choose_pair(pairs: Dataset, source: str, target: str) -> tuple[str, str]:
 
 def _find_languages(pairs: Dataset, names: tuple[str, str]) -> Dataset:
     """The languages inside a column `translation` as columns of their own, unless there are columns of these names."""
-    if "translation" in pairs.column_names and not {*names} <= set(pairs.column_names):
-        pairs = pairs.flatten()
+    if not {*names} <= {*pairs.column_names}:
+        pairs = pairs.flatten() if "translation" in pairs.column_names else pairs
         languages = {n: n.removeprefix("translation.") for n in pairs.column_names if n.startswith("translation.")}
         if languages:
             pairs = pairs.select_columns(list(languages)).rename_columns(languages)
@@ -291,16 +356,66 @@ def is_lines(data: str) -> bool:
     return path.is_file() and Path(path.name.removesuffix(".gz")).suffix not in SUFFIXES
 
 
+def suffix_of(file: str | os.PathLike) -> str:
+    """The ending that tells the type of a file: `.jsonl` of `train.jsonl.gz`."""
+    return Path(Path(file).name.removesuffix(".gz")).suffix
+
+
 def is_file_name(data: str) -> bool:
     """Whether `data` is the name of a file: it exists, has a known suffix, or is no name of a dataset on the Hub."""
-    known = data.removesuffix(".gz").endswith((*SUFFIXES, ".txt"))
-    return os.path.exists(data) or known or not HUB_NAME.fullmatch(data)
+    known = suffix_of(data) in (*SUFFIXES, ".txt")
+    return os.path.exists(os.path.expanduser(data)) or known or not HUB_NAME.fullmatch(data)
 
 
-def data_name(data: str | os.PathLike | None) -> str | None:
-    """Return the file or Hub name of data. Raises `ValueError` for loaded rows, which would be taken for a name."""
+def find_files(data: str) -> list[str] | None:
+    """The files that `data` names, in the order of their names; `None` for a name on the Hub.
+
+    A name that exists is that file, whatever its characters are, or the folder whose files of data are read. Only
+    where there is none is it a pattern of glob, or several names with commas between.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a folder without files of data.
+    """
+    place = os.path.expanduser(data)
+    if os.path.isdir(place):
+        inside = [
+            str(path) for path in sorted(Path(place).rglob("*")) if path.is_file() and not _is_hidden(path, place)
+        ]
+        files = [file for file in inside if suffix_of(file) in (*SUFFIXES, ".txt")]
+        # Beside others, a .json file describes them.
+        files = [file for file in files if suffix_of(file) != ".json"] or files
+        if not files:
+            raise ValueError(f"{data} is a folder without data: expected files of {', '.join(SUFFIXES)} or .txt in it")
+        return files
+    if os.path.exists(place):
+        return [place]
+    if not is_file_name(data):
+        return None
+    parts = [part.strip() for part in data.split(",")] if "," in data else []
+    if parts and all(parts):
+        return [file for part in parts for file in find_files(part) or [part]]
+    if files := sorted(file for file in glob.glob(place, recursive=True) if os.path.isfile(file)):
+        return files
+    pattern = ", and no file matches the pattern" if glob.has_magic(place) else ""
+    raise FileNotFoundError(
+        f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
+    )
+
+
+def _is_hidden(path: Path, folder: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+
+
+def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> str | None:
+    """Return the name of data, of several files with commas between.
+
+    Raises `ValueError` for loaded rows, which would be taken for a name.
+    """
     if data is None or isinstance(data, str | os.PathLike):
         return None if data is None else os.fspath(data)
+    if isinstance(data, list | tuple) and data and all(isinstance(name, str | os.PathLike) for name in data):
+        return ",".join(map(os.fspath, data))
     raise ValueError(
         f"the data is a {type(data).__name__}: expected a file, or the name of a data set on the Hub. Write loaded "
         "rows to a file: Dataset.from_list(rows).to_json('rows.jsonl')"
@@ -309,19 +424,21 @@ def data_name(data: str | os.PathLike | None) -> str | None:
 
 def check_data(data: str) -> None:
     """Raise `FileNotFoundError` or `ValueError` where `data` speaks of a file, and none is there."""
-    if is_file_name(data):
-        _check_there(Path(os.path.expanduser(data)))
+    find_files(data)
 
 
-def _check_there(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give one of its files, or the name of a dataset on the Hub.")
-    if not path.is_file():
-        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
+def list_files(data: str, files: Sequence[str]) -> None:
+    """Log which files a folder or a pattern stands for."""
+    if [os.path.expanduser(data)] != [*files]:
+        names = [os.path.basename(file) for file in files]
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        logger.warning(f"{data}: {len(names)} file{'s' * (len(names) != 1)}, {', '.join(names[:10])}{more}")
 
 
-def load_file(path: Path) -> Dataset:
-    """All columns of a local file, those of .csv and .tsv as text; no row where it holds none.
+def load_file(path: Path, first: int | None = None, bad: Bad = None) -> Dataset:
+    """All columns of a local file, those of .csv and .tsv as text and of .txt as `text`; no row where it holds none.
+
+    `first`, `bad`: as for `load_rows`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -330,33 +447,42 @@ def load_file(path: Path) -> Dataset:
         OSError: the cache of the datasets library cannot be written.
     """
     path = Path(os.path.expanduser(path))
-    _check_there(path)
-    suffix = Path(path.name.removesuffix(".gz")).suffix
-    if suffix not in SUFFIXES:
+    check_file_type(path)
+    return _load(path, suffix_of(path), first, bad)
+
+
+def check_file_type(path: Path) -> None:
+    """Raise an error where a file of data is not there or of an unknown type."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give one of its files, or the name of a dataset on the Hub.")
+    if not path.is_file():
+        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
+    if (suffix := suffix_of(path)) not in (*SUFFIXES, ".txt"):
         raise ValueError(
             f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
         )
-    return _load(path, suffix)
 
 
 def load_lines(path: Path) -> Dataset:
-    """The lines of a local .txt file, which may be packed (.gz), as a column `text`; no row where it holds none.
+    """The lines of a local text file, which may be packed (.gz), as a column `text`; no row where it holds none.
 
     Raises: as `load_file`.
     """
     path = Path(os.path.expanduser(path))
-    _check_there(path)
+    if not path.is_file():
+        check_file_type(path)
     return _load(path, ".txt")
 
 
-def _load(path: Path, suffix: str) -> Dataset:
+def _load(path: Path, suffix: str, first: int | None = None, bad: Bad = None) -> Dataset:
     """A file that is there, read as one of a type; no row where it holds none."""
-    import pyarrow
     from datasets import Dataset
     from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetGenerationError
 
     try:
+        if first is not None:
+            return _load_first(path, suffix, first, bad)
         with path.open("rb") as file:  # the key of the cache is the content and the reader
             content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
@@ -364,29 +490,56 @@ def _load(path: Path, suffix: str) -> Dataset:
             return Dataset.from_parquet(exact_name(path), config_id=identity, batch_size=ROWS)
         target = Path(HF_DATASETS_CACHE, "lightformers", f"{identity}.arrow")
         if not target.is_file():
-            features = _find_features(path, suffix)
-            rows = _complete_rows(path, suffix, features)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with write_whole(target) as opened, pyarrow.ipc.new_stream(opened, features.arrow_schema) as writer:
-                while chunk := list(islice(rows, ROWS)):
-                    writer.write_table(Dataset.from_list(chunk, features=features).data.table)
+            _write_arrow(path, suffix, target)
         return Dataset.from_file(str(target))
     except StopIteration:
         return Dataset.from_dict({})
-    except (DatasetGenerationError, ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
+    except (*READING_ERRORS, DatasetGenerationError) as error:
         reason = error.__cause__ or error
         if any(words in f"{error} {reason}" for words in NO_ROWS):
             return Dataset.from_dict({})
         if trouble := explain_unwritable(reason, "datasets library", HF_DATASETS_CACHE):
             raise trouble from error
-        raise ValueError(f"{path} cannot be read as {'text' if suffix == '.txt' else suffix[1:]}: {reason}") from error
+        raise unreadable(path, suffix, reason) from error
 
 
-def _find_features(path: Path, suffix: str) -> Features:
-    """The columns of a file, of JSON those of all rows, and all languages inside `translation`."""
+def unreadable(path: str | Path, suffix: str, reason: object) -> ValueError:
+    """The error about a file that cannot be read as one of its type."""
+    return ValueError(f"{path} cannot be read as {'text' if suffix == '.txt' else suffix[1:]}: {reason}")
+
+
+def _load_first(path: Path, suffix: str, first: int, bad: Bad) -> Dataset:
+    """The first so many rows of a file, in memory."""
+    import pyarrow
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    if suffix == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=first))
+        return Dataset(pyarrow.Table.from_batches([batch]))
+    features = _find_features(islice(read_rows(path, suffix, bad), first), suffix)
+    rows = islice(_complete_rows(read_rows(path, suffix, bad), features), first)
+    return Dataset.from_list(list(rows), features=features)
+
+
+def _write_arrow(path: Path, suffix: str, target: Path) -> None:
+    """Write the rows of a file as a mapped table."""
+    import pyarrow
+    from datasets import Dataset
+
+    features = _find_features(read_rows(path, suffix), suffix)
+    rows = _complete_rows(read_rows(path, suffix), features)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with write_whole(target) as opened, pyarrow.ipc.new_stream(opened, features.arrow_schema) as writer:
+        while chunk := list(islice(rows, ROWS)):
+            writer.write_table(Dataset.from_list(chunk, features=features).data.table)
+
+
+def _find_features(rows: Iterator[dict[str, Any]], suffix: str) -> Features:
+    """The columns of a file's rows, of JSON those of all rows, and all languages inside `translation`."""
     from datasets import Features, Json, Value
 
-    rows = _read_rows(path, suffix)
     first = next(rows)
     if suffix not in (".json", ".jsonl"):
         return Features({column: Value("string") for column in first})
@@ -411,10 +564,10 @@ def _find_features(path: Path, suffix: str) -> Features:
     return Features(features)
 
 
-def _complete_rows(path: Path, suffix: str, features: Features) -> Iterator[dict[str, Any]]:
-    """The rows of a file with every column, and of `translation` every language."""
+def _complete_rows(rows: Iterable[dict[str, Any]], features: Features) -> Iterator[dict[str, Any]]:
+    """Rows with every column, and of `translation` every language."""
     languages = features.get("translation")
-    for row in _read_rows(path, suffix):
+    for row in rows:
         complete = {column: row.get(column) for column in features}
         if isinstance(languages, dict):
             texts = complete["translation"] or {}
@@ -422,30 +575,101 @@ def _complete_rows(path: Path, suffix: str, features: Features) -> Iterator[dict
         yield complete
 
 
-def _read_rows(path: Path, suffix: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of text, {column: value}. Raises `ValueError` that names the first line that is damaged."""
-    if suffix == ".txt":
-        for _, line in _read_lines(path):
-            yield {"text": line.rstrip("\r\n")}
-    elif suffix in (".json", ".jsonl"):
-        yield from _read_json(path)
-    else:
-        yield from _read_table(path, tabs=suffix == ".tsv")
+def read_rows(path: Path, suffix: str, bad: Bad = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file of text, {column: value}.
 
-
-def _read_json(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of JSON: one list of objects, or an object a line."""
-    lines = _read_lines(path)
+    Raises `ValueError` that names the first line that is damaged; with `bad`, such lines are noted there and skipped.
+    """
+    if suffix == ".csv":
+        yield from _read_table(path, bad)
+        return
+    header, begin = read_header(path) if suffix == ".tsv" else (None, 0)
+    lines = read_lines(path, bad)
     for number, line in lines:
-        if number == 1 and line.lstrip().startswith("["):
-            whole = "".join([line, *(rest for _, rest in lines)])
-            rows = [(f"row {index}", row) for index, row in enumerate(_parse(whole, "its text"), 1)]
-        else:
-            rows = [(f"line {number}", _parse(line, f"line {number}"))] if line.strip() else []
-        for place, row in rows:
-            if not isinstance(row, dict):
-                raise ValueError(f"{place} is {json.dumps(row)[:40]}, expected an object")
-            yield row
+        if number == 1 and suffix in (".json", ".jsonl") and line.lstrip().startswith("["):
+            yield from _parse_list("".join([line, *(rest for _, rest in lines)]))
+        elif number > begin:
+            with _noted(path, f"line {number}", bad):
+                row = parse_line(line, suffix, number, header)
+                if row is not None:
+                    yield row
+
+
+@contextmanager
+def _noted(path: Path, place: str, bad: Bad) -> Iterator[None]:
+    """Note an error about a line in `bad`, if there is one."""
+    try:
+        yield
+    except ValueError as error:
+        if bad is None:
+            raise
+        note_bad(f"{path}, {place}", error, bad)
+
+
+def note_bad(place: str, error: ValueError, bad: dict[str, str]) -> None:
+    """Note a damaged line that is skipped, and log the first."""
+    if not bad:
+        logger.warning(f"{place} is damaged ({error}): such lines are skipped and counted")
+    bad[place] = str(error)
+
+
+def parse_line(line: str, suffix: str, number: int, header: Sequence[str] | None = None) -> dict[str, Any] | None:
+    """The columns of a line of text, `None` of an empty line. Raises `ValueError` that names the line."""
+    if suffix == ".txt":
+        return {"text": line.rstrip("\r\n")}
+    if suffix == ".tsv":
+        fields = _split_tabs(line, number)
+        if header is None or fields is None:
+            return None
+        _check_fields(fields, header, f"line {number}")
+        return dict(zip(header, fields, strict=True))
+    if not line.strip():
+        return None
+    row = _parse(line, f"line {number}")
+    _check_object(row, f"line {number}")
+    return row
+
+
+def _split_tabs(line: str, number: int) -> list[str] | None:
+    """The fields of a line of .tsv, `None` of an empty line."""
+    line = line.rstrip("\r\n")
+    if "\r" in line:
+        raise ValueError(f"line {number}: {RETURN}")
+    return line.split("\t") if line.strip(" ") else None
+
+
+def read_header(path: Path) -> tuple[list[str] | None, int]:
+    """The columns that the first line of a .tsv file names, and the number of that line."""
+    for number, line in read_lines(path):
+        if (fields := _split_tabs(line, number)) is not None:
+            return _name_columns(fields, number), number
+    return None, 0
+
+
+def _name_columns(fields: Sequence[str], number: int) -> list[str]:
+    """Names of columns, those without a name by their place."""
+    header = [name or f"column {place}" for place, name in enumerate(fields, 1)]
+    if len(set(header)) < len(header):
+        raise ValueError(f"line {number} names a column twice: give every column its own name")
+    return header
+
+
+def _check_fields(fields: Sequence[str], header: Sequence[str], place: str, quotes: str = "") -> None:
+    if len(fields) != len(header):
+        found = f"{len(fields)} field{'s' * (len(fields) != 1)}, the header names {len(header)}"
+        raise ValueError(f"{place}: {found}; look for a delimiter too many or too few there{quotes}")
+
+
+def _parse_list(text: str) -> Iterator[dict[str, Any]]:
+    """The rows of a list of JSON."""
+    for index, row in enumerate(_parse(text, "its text"), 1):
+        _check_object(row, f"row {index}")
+        yield row
+
+
+def _check_object(row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is {json.dumps(row)[:40]}, expected an object")
 
 
 def _parse(text: str, place: str) -> Any:
@@ -463,37 +687,30 @@ def _parse(text: str, place: str) -> Any:
     return value
 
 
-def _read_table(path: Path, *, tabs: bool) -> Iterator[dict[str, str]]:
-    """Rows of .csv or .tsv. Every cell is text: neither "1984" is a number nor "null", a German word, missing."""
-    lines, first = (line for _, line in _read_lines(path)), 1
+def _read_table(path: Path, bad: Bad) -> Iterator[dict[str, str]]:
+    """Rows of .csv. Every cell is text: neither "1984" is a number nor "null", a German word, missing."""
+    lines, first = (line for _, line in read_lines(path, bad)), 1
     with ExitStack() as stack:
         stack.callback(csv.field_size_limit, csv.field_size_limit(LARGEST_FIELD))
-        table = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
+        table = csv.reader(lines, strict=True)
         header: list[str] | None = None
         try:
             for row in table:
                 is_blank = len(row) < 2 and not "".join(row).strip(" \t")
                 if header is None:
-                    header = None if is_blank else [name or f"column {place}" for place, name in enumerate(row, 1)]
-                    if header and len(set(header)) < len(header):
-                        raise ValueError(f"line {first} names a column twice: give every column its own name")
-                elif len(row) == len(header) and not is_blank:
-                    yield dict(zip(header, row, strict=True))
+                    header = None if is_blank else _name_columns(row, first)
                 elif not is_blank:
-                    fields = f"{len(row)} field{'s' * (len(row) != 1)}, the header names {len(header)}"
-                    raise ValueError(
-                        f"line {first}: {fields}; look for a delimiter too many or too few there"
-                        + ("" if tabs else ", or a quote that is not closed")
-                    )
+                    with _noted(path, f"line {first}", bad):
+                        _check_fields(row, header, f"line {first}", ", or a quote that is not closed")
+                        yield dict(zip(header, row, strict=True))
                 first = table.line_num + 1
         except csv.Error as error:
             reason = {"unexpected end of data": "a quote is not closed"}.get(str(error), str(error))
-            if "new-line" in reason:
-                reason = "holds a carriage return (\\r) within a text, where a row ends for most programs: replace it"
-            raise ValueError(f"line {table.line_num if 'carriage' in reason else first}: {reason}") from None
+            reason = RETURN if "new-line" in reason else reason
+            raise ValueError(f"line {table.line_num if reason == RETURN else first}: {reason}") from None
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, bad: Bad = None) -> Iterator[tuple[int, str]]:
     """Number and text of every line. Raises `ValueError` that names the first line that is not UTF-8."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         start = file.read(8)
@@ -502,14 +719,20 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
             raise ValueError(f"it is in UTF-16, expected UTF-8: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})")
         file.seek(0)
         for number, line in enumerate(file, start=1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                place = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
-                raise ValueError(
-                    f"line {number} is not UTF-8 ({place}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was "
-                    "Latin-1), or mend the line"
-                ) from None
+            with _noted(path, f"line {number}", bad):
+                yield number, decode_line(line, number)
+
+
+def decode_line(line: bytes, number: int) -> str:
+    """The text of a line, the first without its byte order mark. Raises `ValueError` where it is not UTF-8."""
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        place = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
+        raise ValueError(
+            f"line {number} is not UTF-8 ({place}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was Latin-1), "
+            "or mend the line"
+        ) from None
 
 
 def exact_name(path: Path) -> str:

@@ -317,7 +317,7 @@ def test_a_folder_is_no_data(tmp_path, monkeypatch):
     (tmp_path / "corpus").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("corpus", str(tmp_path / "corpus")):
-        with pytest.raises(ValueError, match="is a folder: give one of its files"):
+        with pytest.raises(ValueError, match="is a folder without data"):
             load_parallel(name, source="de", target="en")
 
 

@@ -26,9 +26,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..corpus import Corpus
 from ..languages import add_prefix, find_prefixes
 from ..loading import position_limit
-from ..text import load_text, tokenize_pairs
+from ..text import tokenize_pairs
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch, cut_batches
 from .teacher import Teacher
@@ -137,7 +138,7 @@ def mean_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pa
 def sample_pairs(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions, study: StudyOptions
 ) -> Dataset:
-    """Random pairs of the text that `options` name, or texts of the source language alone: see `load_text`.
+    """Random pairs of the text that `options` name, or texts of the source language alone: see `Corpus`.
 
     By default `SAMPLES`, and more where these have few tokens.
     """
@@ -145,18 +146,19 @@ def sample_pairs(
     source, target = options.columns
     first, second = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
     first = add_prefix(config, options.source_lang or first, target or second)
-    pairs = load_text(data, source=first if source else None, target=target, default=(first, second))
-    if samples is not None and len(pairs) < samples:
+    corpus = Corpus(data, source=first if source else None, target=target, default=(first, second))
+    seed = study.calibration_seed
+    if samples is None:
+        tokens = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
+        mean = max(1, mean_tokens(config, tokenizer, corpus.sample(SAMPLES, seed)))
+        samples = max(SAMPLES, math.ceil(tokens / mean))
+    if (with_held_out := samples + math.ceil(samples / (HELD_OUT - 1))) < FEWEST_SENTENCES:
+        with_held_out = samples
+    pairs = corpus.sample(with_held_out, seed)
+    if options.calibration_samples is not None and len(pairs) < samples:
         raise ValueError(
             f"{data} holds {len(pairs)} pairs, calibration_samples is {samples}: give more text, or ask for fewer"
         )
-    pairs = pairs.shuffle(seed=study.calibration_seed)
-    if samples is None:
-        wanted = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
-        samples = max(SAMPLES, math.ceil(wanted / max(1, mean_tokens(config, tokenizer, pairs))))
-    if (with_held_out := samples + math.ceil(samples / (HELD_OUT - 1))) >= FEWEST_SENTENCES:
-        samples = with_held_out
-    pairs = pairs.select(range(min(samples, len(pairs))))
     for side in pairs.column_names:
         if not any(text.strip() for text in pairs[side]):
             raise ValueError(f"{data}: every {side} of the {len(pairs)} pairs drawn is empty: give text")

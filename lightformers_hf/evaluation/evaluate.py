@@ -28,7 +28,7 @@ from ..loading import (
     weight_bytes,
 )
 from ..results import Result
-from ..text import choose_pair, data_name, fingerprint, load_parallel, load_rows
+from ..text import CHECKED, choose_pair, data_name, fingerprint, load_parallel, load_rows
 from .quality import (
     Difference,
     check_metrics,
@@ -220,7 +220,8 @@ def evaluate(
     if teacher:
         texts = outputs["model"], outputs["teacher"], references
         differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
-    columns = choose_pair(load_rows(data, split=split), split_prefix(source)[0], split_language(target)[0] or "")
+    head = load_rows(data, split=split, first=max_samples or CHECKED)
+    columns = choose_pair(head, split_prefix(source)[0], split_language(target)[0] or "")
     variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
     return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)

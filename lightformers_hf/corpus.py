@@ -1,0 +1,433 @@
+"""Text of any size: a random sample of its rows, or all of them pool by pool in a random order.
+
+A corpus is one file or thousands. Files are read in blocks, of which only those that are used are opened:
+
+| data | a block |
+|---|---|
+| lines (.jsonl, .txt, .tsv) | the lines that begin in 64 KiB of the file |
+| .parquet | a row group |
+| packed (.gz), .csv, a list in .json | the file, from its beginning |
+| a data set of the Hub | a shard, as a stream |
+
+Every row is in one block, and blocks are drawn by a random generator: with one seed the same rows are drawn, each with
+the same probability.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .text import (
+    READING_ERRORS,
+    Bad,
+    check_file_type,
+    decode_line,
+    find_files,
+    find_texts,
+    hub_name,
+    list_files,
+    load_rows,
+    note_bad,
+    parse_line,
+    read_header,
+    read_lines,
+    read_rows,
+    select_texts,
+    suffix_of,
+    unreadable,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger(__name__)
+BLOCK = 1 << 16  # bytes of a block of lines
+HEAD = 1000  # rows that show the columns
+SPREAD = 1024  # blocks that a sample is drawn from, at most
+MOST_ROWS = 4_000_000  # rows that a sample is drawn from, at most
+POOL = 1 << 15  # rows that are shuffled, and sorted by length, together
+AT_ONCE = 1 << 12  # rows that are read together
+WAYS, TURN = 8, 256  # blocks that are read in turn, and rows of a turn
+Pairs = dict[str, list[str]]  # {"source": texts, "target": texts}, or sources alone
+
+
+class Source(Protocol):
+    """A file, or a part of a data set, whose blocks can be read apart."""
+
+    name: str
+    unit: str  # of a place: `line` or `row`
+    blocks: int
+
+    def read(self, block: int) -> Iterator[tuple[int, Any]]:
+        """(position, row as it is stored) of the rows of a block."""
+
+    def parse(self, stored: Any, position: int) -> dict[str, Any] | None:
+        """The columns of a row; `None` for an empty line."""
+
+    def place(self, position: int) -> int:
+        """Number of the line or row at a position, from 1."""
+
+
+class LineFile:
+    """A file of lines, each of which is a row. Positions are bytes; in a packed file, numbers of lines."""
+
+    unit = "line"
+
+    def __init__(self, path: str):
+        self.name, self.suffix = path, suffix_of(path)
+        self.is_packed, size = path.endswith(".gz"), os.path.getsize(path)
+        self.blocks = min(1, size) if self.is_packed else -(-size // BLOCK)
+        self.header, number = read_header(Path(path)) if self.suffix == ".tsv" else (None, 0)
+        self.begin = number + 1 if self.is_packed else self._end(number)
+
+    def read(self, block: int) -> Iterator[tuple[int, bytes | str]]:
+        """(position, line); a line belongs to the block that its first byte is in."""
+        lines = read_lines(Path(self.name)) if self.is_packed else self.read_bytes(block * BLOCK, (block + 1) * BLOCK)
+        return (line for line in lines if line[0] >= self.begin)
+
+    def read_bytes(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """(position, line) of the lines that begin from `start` on and before `end`."""
+        with open(self.name, "rb") as file:
+            if start:
+                file.seek(start - 1)
+                start += len(file.readline()) - 1
+            text = file.read(max(0, end - start))
+            if text and not text.endswith(b"\n"):
+                text += file.readline()
+        for line in text.split(b"\n"):
+            if line:
+                yield start, line
+            start += len(line) + 1
+
+    def parse(self, stored: bytes | str, position: int) -> dict[str, Any] | None:
+        """The columns of a line. Raises `ValueError` that names the line."""
+        try:
+            return self._parse(stored, 0 if position else 1)
+        except ValueError:
+            return self._parse(stored, self.place(position))
+
+    def _parse(self, stored: bytes | str, number: int) -> dict[str, Any] | None:
+        line = stored if isinstance(stored, str) else decode_line(stored, number)
+        return parse_line(line, self.suffix, number, self.header)
+
+    def _end(self, number: int) -> int:
+        """The byte behind so many lines."""
+        with open(self.name, "rb") as file:
+            return sum(map(len, islice(file, number)))
+
+    def place(self, position: int) -> int:
+        """The number of the line, for which all lines before are counted."""
+        if self.is_packed:
+            return position
+        with open(self.name, "rb") as file:
+            parts = [BLOCK] * (position // BLOCK) + [position % BLOCK]
+            return 1 + sum(file.read(size).count(b"\n") for size in parts)
+
+
+class RowFile:
+    """A file that can only be read from its beginning: .csv, a list in .json."""
+
+    unit, blocks = "row", 1
+
+    def __init__(self, path: str, bad: Bad):
+        self.name, self.suffix, self.bad = path, suffix_of(path), bad
+
+    def read(self, block: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, row)."""
+        return enumerate(read_rows(Path(self.name), self.suffix, self.bad))
+
+    def parse(self, stored: dict[str, Any], position: int) -> dict[str, Any]:
+        """The row."""
+        return stored
+
+    def place(self, position: int) -> int:
+        """The number of the row."""
+        return position + 1
+
+
+class ParquetFile(RowFile):
+    """A .parquet file. A block is a row group, of which the columns of text are read."""
+
+    def __init__(self, path: str, columns: Collection[str]):
+        from pyarrow import parquet
+
+        super().__init__(path, None)
+        with parquet.ParquetFile(path) as file:
+            self.columns = [name for name in file.schema_arrow.names if name in (*columns, "translation")]
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        self.blocks, self.before = len(sizes), np.concatenate([[0], np.cumsum(sizes)])
+
+    def read(self, block: int) -> Iterator[tuple[int, tuple]]:
+        """(number, values of the columns)."""
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(self.name) as file:
+            batches = file.iter_batches(batch_size=AT_ONCE, row_groups=[block], columns=self.columns)
+            rows = chain.from_iterable(zip(*(c.to_pylist() for c in batch.columns), strict=True) for batch in batches)
+            yield from enumerate(rows, start=int(self.before[block]))
+
+    def parse(self, stored: tuple, position: int) -> dict[str, Any]:
+        """The row."""
+        return dict(zip(self.columns, stored, strict=True))
+
+
+class TableRows(RowFile):
+    """Rows of a mapped table, or of a shard of a stream, which is one block."""
+
+    def __init__(self, name: str, rows: Dataset | IterableDataset):
+        super().__init__(name, None)
+        self.rows, self.size = rows, len(rows) if hasattr(rows, "__len__") else 0
+        self.blocks = -(-self.size // AT_ONCE) if self.size else 1
+
+    def read(self, block: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, row)."""
+        if not self.size:
+            return enumerate(self.rows)
+        start, columns = block * AT_ONCE, self.rows[block * AT_ONCE : (block + 1) * AT_ONCE]
+        return enumerate((dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)), start)
+
+
+class Corpus:
+    """Pairs of sentences, or text of the source language alone, of data of any size.
+
+    Args:
+        data, source, target, default, split: as for `load_text`.
+        skip_bad: whether damaged lines are counted, in `bad`, and skipped; otherwise they end the reading.
+
+    Attributes:
+        files: the files of `data`, with their sizes in bytes; none of a data set of the Hub.
+        has_targets: whether there are pairs.
+        rows: number of rows, about; known after a first sample.
+        bad: places of damaged lines that were skipped.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_text`, for the first rows of each file; the others are looked at when
+            they are read.
+
+    Example:
+        >>> corpus = Corpus("train-*.jsonl.gz", source="de", target="en", default=("de", "en"))
+        >>> corpus.sample(1000, seed=0)
+    """
+
+    def __init__(
+        self,
+        data: str,
+        *,
+        source: str | None,
+        target: str | None,
+        default: tuple[str, str],
+        split: str = "train",
+        skip_bad: bool = False,
+    ):
+        self.name, self.bad = data, {} if skip_bad else None
+        names = find_files(data)
+        head = load_rows(data, split=split, first=HEAD, bad={} if skip_bad else None)
+        self.source, self.target, self.prefix = find_texts(head, data, source=source, target=target, default=default)
+        head = head if skip_bad else select_texts(head, data, self.source, self.target)
+        columns = [name for name in (self.source, self.target) if name]
+        if names is None:
+            self.files: dict[str, int] = {}
+            self.sources: list[Source] = [TableRows(data, shard) for shard in _open_hub(data, split)]
+        else:
+            list_files(data, names)
+            self.files = {name: os.path.getsize(name) for name in names}
+            self.sources = [self._open(name, columns) for name in names]
+        self._start()
+
+    @classmethod
+    def of(cls, rows: Dataset, name: str = "text") -> Corpus:
+        """The corpus that rows with columns `source` and maybe `target` are."""
+        corpus = cls.__new__(cls)
+        corpus.name, corpus.bad, corpus.files, corpus.sources = name, None, {}, [TableRows(name, rows)]
+        corpus.source, corpus.prefix = "source", ""
+        corpus.target = "target" if "target" in rows.column_names else None
+        corpus._start()
+        return corpus
+
+    def _start(self) -> None:
+        self.rows, self.without, self.table = 0, frozenset[str](), None
+        self._begins = np.concatenate([[0], np.cumsum([one.blocks for one in self.sources])]).astype(int)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of all files."""
+        return int(self._begins[-1])
+
+    @property
+    def has_targets(self) -> bool:
+        return self.target is not None
+
+    def _open(self, name: str, columns: Collection[str]) -> Source:
+        """A file as a source, whose first row is checked."""
+        check_file_type(Path(name))
+        suffix = suffix_of(name)
+        try:
+            if suffix == ".parquet":
+                found: Source = ParquetFile(name, columns)
+            elif suffix == ".csv" or (suffix in (".json", ".jsonl") and _is_list(name)):
+                found = RowFile(name, self.bad)
+            else:
+                found = LineFile(name)
+            first = next(self.parse(self._read(found, 0)), None) if found.blocks else None
+        except READING_ERRORS as error:
+            raise error if name in str(error) else unreadable(name, suffix, error) from error
+        if first is None and len(self.files) > 1:
+            logger.warning(f"{name} is empty: it is skipped")
+        return found
+
+    # --- Reading
+
+    def _read(self, source: Source, block: int) -> Iterator[tuple[Source, int, Any]]:
+        """(source, position, row as it is stored) of a block."""
+        try:
+            for position, stored in source.read(block):
+                yield source, position, stored
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{source.name} is gone since this work began: put it back, then give the same command"
+            ) from None
+        except READING_ERRORS as error:
+            raise unreadable(source.name, suffix_of(source.name), error) from error
+
+    def _read_block(self, number: int) -> Iterator[tuple[Source, int, Any]]:
+        index = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._read(self.sources[index], number - int(self._begins[index]))
+
+    def parse(self, rows: Iterable[tuple[Source, int, Any]]) -> Iterator[tuple[str, str]]:
+        """(source, target) of rows, the source with its prefix, the target empty where there is none.
+
+        Raises `ValueError` that names file and line of a damaged row, unless these are skipped.
+        """
+        for source, position, stored in rows:
+            try:
+                row = source.parse(stored, position)
+                if row is None:
+                    continue
+                texts = [self._text(row, name) for name in (self.source, self.target) if name]
+            except ValueError as error:
+                place = f"{source.unit} {source.place(position)}"
+                if self.bad is None and place in str(error):
+                    raise unreadable(source.name, suffix_of(source.name), error) from None
+                if self.bad is None:
+                    raise ValueError(f"{source.name}, {place} {error}.") from None
+                note_bad(f"{source.name}, {place}", error, self.bad)
+                continue
+            yield self.prefix + texts[0], texts[1] if self.target else ""
+
+    def _text(self, row: dict[str, Any], name: str) -> str:
+        inner = row.get("translation")
+        text = inner.get(name) if name not in row and isinstance(inner, dict) else row.get(name)
+        if isinstance(text, str):
+            return text
+        if text is None:
+            raise ValueError(f"has no {name!r}: expected text in every row")
+        raise ValueError(f"has a {name!r} that is no text: {text!r:.60}")
+
+    # --- Samples
+
+    def sample(self, number: int, seed: int, without: Collection[str] = ()) -> Dataset:
+        """So many random rows, in a random order; fewer where there are not so many.
+
+        They are drawn from all rows of up to `SPREAD` random blocks. `without`: sources that are not drawn. A small
+        corpus, of one pool, is read whole, and an error in any of its lines is raised.
+        """
+        from datasets import Dataset
+
+        found = self._draw(2 * number + len(without), seed)
+        pairs = (pair for pair in self.parse(found) if pair[0] not in without)
+        return Dataset.from_dict(self._columns(islice(pairs, number)))
+
+    def _draw(self, number: int, seed: int) -> Iterator[tuple[Source, int, Any]]:
+        """The stored rows with the smallest random keys."""
+        random, number = np.random.default_rng(seed), max(number, POOL)
+        chosen = np.sort(random.permutation(self.blocks)[:SPREAD])
+        each = MOST_ROWS // max(1, len(chosen))
+        keys, rows, seen, is_whole = np.empty(0), [], 0, len(chosen) == self.blocks
+        for block in chosen:
+            stored = islice(self._read_block(int(block)), each)
+            taken = 0
+            while part := list(islice(stored, AT_ONCE)):
+                taken, drawn = taken + len(part), random.random(len(part))
+                low = np.flatnonzero(drawn < keys.max()) if len(rows) > number else np.arange(len(part))
+                keys = np.concatenate([keys, drawn[low]])
+                rows.extend(part[index] for index in low)
+                if len(rows) > 2 * number:
+                    order = np.sort(np.argpartition(keys, number)[:number])
+                    keys, rows = keys[order], [rows[index] for index in order]
+            seen, is_whole = seen + taken, is_whole and taken < each
+        self.rows = seen if is_whole else max(seen, round(seen * self.blocks / len(chosen)))
+        if self.table is None and is_whole and seen <= POOL:
+            self.table = self._columns(self.parse(rows))
+            self.rows = len(self.table["source"])
+            self.hold_out(self.without)
+        return (rows[index] for index in np.argsort(keys, kind="stable")[:number])
+
+    def hold_out(self, sources: Collection[str]) -> None:
+        """Leave rows with these sources out of all pools."""
+        self.without = self.without | frozenset(sources)
+        if self.table is not None:
+            kept = [place for place, text in enumerate(self.table["source"]) if text not in self.without]
+            self.table = {name: [texts[place] for place in kept] for name, texts in self.table.items()}
+
+    def pools(self, seed: int, epoch: int, first: int = 0) -> Iterator[tuple[int, Pairs]]:
+        """(number, up to `POOL` rows) of all rows of an epoch in a random order, from the pool `first` on.
+
+        Blocks come in a random order, `WAYS` of them in turn. A small corpus is always the same pool.
+        """
+        if self.table is not None:
+            yield from [(0, self.table)][first:]
+            return
+        order = np.random.default_rng([seed, epoch]).permutation(self.blocks)
+        rows, number = take_turns(self._read_block(int(block)) for block in order), 0
+        while part := list(islice(rows, POOL)):
+            if number >= first:
+                pairs = self._columns(pair for pair in self.parse(part) if pair[0] not in self.without)
+                if pairs["source"]:
+                    yield number, pairs
+            number += 1
+
+    def _columns(self, pairs: Iterable[tuple[str, str]]) -> Pairs:
+        found = list(pairs)
+        columns = {"source": [source for source, _ in found]}
+        return columns | ({"target": [target for _, target in found]} if self.target else {})
+
+
+def take_turns(iterators: Iterator[Iterator]) -> Iterator:
+    """The items of iterators, `TURN` of one after the other's, of `WAYS` at once."""
+    active = deque(islice(iterators, WAYS))
+    while active:
+        one = active.popleft()
+        part = list(islice(one, TURN))
+        yield from part
+        if len(part) == TURN:
+            active.append(one)
+        else:
+            active.extend(islice(iterators, 1))
+
+
+def _is_list(name: str) -> bool:
+    """Whether a file of JSON begins as a list."""
+    opened: Callable = gzip.open if name.endswith(".gz") else open
+    with opened(name, "rb") as file:
+        return file.readline().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _open_hub(data: str, split: str) -> list[Dataset | IterableDataset]:
+    """The shards of a data set of the Hub as streams; offline, the copy that was downloaded."""
+    from datasets import load_dataset
+    from datasets.config import HF_HUB_OFFLINE
+
+    name, configuration = hub_name(data)
+    if HF_HUB_OFFLINE:
+        return [load_dataset(name, configuration, split=split)]
+    stream = load_dataset(name, configuration, split=split, streaming=True)
+    return [stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)]
