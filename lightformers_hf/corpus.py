@@ -141,11 +141,11 @@ class RowFile:
     def __init__(self, path: str, bad: Bad):
         self.name, self.suffix, self.bad = path, suffix_of(path), bad
 
-    def read(self, block: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def read(self, block: int) -> Iterator[tuple[int, Any]]:
         """(number, row)."""
         return enumerate(read_rows(Path(self.name), self.suffix, self.bad))
 
-    def parse(self, stored: dict[str, Any], position: int) -> dict[str, Any]:
+    def parse(self, stored: Any, position: int) -> dict[str, Any]:
         """The row."""
         return stored
 
@@ -175,7 +175,7 @@ class ParquetFile(RowFile):
             rows = chain.from_iterable(zip(*(c.to_pylist() for c in batch.columns), strict=True) for batch in batches)
             yield from enumerate(rows, start=int(self.before[block]))
 
-    def parse(self, stored: tuple, position: int) -> dict[str, Any]:
+    def parse(self, stored: Any, position: int) -> dict[str, Any]:
         """The row."""
         return dict(zip(self.columns, stored, strict=True))
 
@@ -254,7 +254,8 @@ class Corpus:
         return corpus
 
     def _start(self) -> None:
-        self.rows, self.without, self.table = 0, frozenset[str](), None
+        self.rows, self.without = 0, frozenset[str]()
+        self.table: Pairs | None = None
         self._begins = np.concatenate([[0], np.cumsum([one.blocks for one in self.sources])]).astype(int)
 
     @property
