@@ -41,11 +41,19 @@ def renamed_arguments(**names: str) -> Callable[[F], F]:
 
 # {command: {its option in version 0.1: its option now, or `None` for the argument OUTPUT}}.
 OLD_OPTIONS: dict[str, dict[str, str | None]] = {
-    "analyze": {"--output": "--pictures", "-o": "--pictures"},
     "demo": {"--output": None, "-o": None},
     "recover": {"--output": None, "-o": None},
     "report": {"-o": "--output"},
     "translate": {"-o": "--output"},
+}
+
+
+# {command, or word after `benchmark`: the script of the repository that replaces it}.
+MOVED_COMMANDS = {
+    "analyze": "analyze.py",
+    "architectures": "benchmark_architectures.py",
+    "conversion": "benchmark_conversion.py",
+    "parameters": "count_parameters.py",
 }
 
 

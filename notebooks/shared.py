@@ -23,6 +23,7 @@ from lightformers_hf.demo.run import DemoSettings, write_corpus, write_teacher
 from lightformers_hf.evaluation.plots import style
 from lightformers_hf.files import atomic_output
 
+sys.path.append(str(Path(__file__).parents[1] / "training"))  # whose scripts are imported: `analyze`
 QUICK = bool(os.environ.get("LIGHTFORMERS_QUICK"))
 CACHE = Path(os.environ.get("LIGHTFORMERS_NOTEBOOKS", "cache")) / ("quick" if QUICK else "full")
 TINY = {"d_model": 32, "ffn_dim": 64, "heads": 2, "vocabulary": 400, "teacher_steps": 4, "recovery_steps": 3}

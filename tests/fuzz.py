@@ -44,7 +44,7 @@ WARM = (
         "lightformers_hf.evaluation.evaluate",
         "lightformers_hf.evaluation.page",
     ),
-    *("lightformers_hf.hub", "lightformers_hf.engines.ctranslate2", "lightformers_hf.evaluation.analysis"),
+    *("lightformers_hf.hub", "lightformers_hf.engines.ctranslate2"),
 )
 SHARES = {"configuration": 5, "header": 4, "options": 4, "index": 3, "data": 2}  # of the others, 1 each
 LAST = 500  # inputs of one process, before a new one is forked

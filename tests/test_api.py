@@ -15,7 +15,7 @@ from test_hub import hub  # noqa: F401, a fixture
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import lightformers_hf as lf
-from lightformers_hf.evaluation.benchmarks import engines
+from lightformers_hf.evaluation import comparison
 from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.evaluation.speed import speed_of
 from lightformers_hf.results import Result
@@ -45,8 +45,8 @@ def loaded(tiny_marian):
 
 
 def measure_nothing(places, *_, **__):
-    """Timings as of `engines._measure_speed`: all models are as fast."""
-    return [engines.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places]
+    """Timings as of `comparison._measure_speed`: all models are as fast."""
+    return [comparison.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places]
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_the_examples_of_the_reference_work(workplace, hub, monkeypatch):  # noq
     changes = {"minutes=30": "minutes=0.02", '"me/': '"alice/'}
     calls = {"compress": "small", "recover": "recovery", "export": "exported", "push_to_hub": "push"}
     changes |= {f"\nlf.{function}(": f"\n{name} = lf.{function}(" for function, name in calls.items()}
-    monkeypatch.setattr(engines, "_measure_speed", measure_nothing)  # minutes, in a process of its own
+    monkeypatch.setattr(comparison, "_measure_speed", measure_nothing)  # minutes, in a process of its own
     names = {}
     for example in (one for one in examples if not re.search('"narrow[-"],|narrow-recovered|small =', one)):
         code = example

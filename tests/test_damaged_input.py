@@ -156,7 +156,6 @@ def test_gigantic_sizes_are_compared_with_the_tensors(run, fields, command):
         ("translate light text", "MarianMTModel"),
         ("evaluate light --data test.jsonl --num-beams 1", [None]),
         ("export light out --to ctranslate2", []),
-        ("analyze light --data test.jsonl --pictures out", "MarianMTModel"),
     ],
 )
 def test_architectures_that_are_no_names(run, architectures, command):

@@ -25,7 +25,6 @@ COMMANDS = [
     "translate strange test.txt",
     "evaluate strange --data test.jsonl --no-speed",
     "evaluate dense --teacher strange --data test.jsonl --no-speed",
-    "analyze strange dense --data test.jsonl",
     "push strange user/strange",
     "benchmark engines strange dense --engine transformers --runs 1",
 ]

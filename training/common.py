@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from arguments import DataArguments, ModelArguments, dash_option, note
+from arguments import DataArguments, ModelArguments, check_model_fields, dash_option, note
 from datasets import Dataset, Value, concatenate_datasets
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
@@ -38,10 +38,11 @@ from transformers import (
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion import copy_report
 from lightformers_hf.evaluation.speed import end_with_parent
+from lightformers_hf.files import write_json
 from lightformers_hf.loading import build_network, load_pretrained, unique_parameters
-from lightformers_hf.recipes import check_model_fields
 from lightformers_hf.recovery import find_last_checkpoint, load_trainable, remove_checkpoints
 from lightformers_hf.recovery import train as train_model
+from lightformers_hf.results import print_parts
 from lightformers_hf.text import load_lines, load_rows, take_rows
 
 # Fields of configurations that speak of tokens by their ids.
@@ -390,6 +391,16 @@ def summarize(rows: dict[str, object], console: Console) -> None:
     for name, value in rows.items():
         table.add_row(name, escape(f"{value:,.2f}" if isinstance(value, float) else f"{value}"))
     console.print(table)
+
+
+def print_answer(parts: Sequence[Table | str], data: dict | list, json_file: str | None) -> None:
+    """Print tables and sentences, and write the data to a file of JSON; with `-`, stdout gets the JSON alone."""
+    if json_file == "-":
+        print(json.dumps(data, indent=1, ensure_ascii=False))
+        return
+    print_parts(parts)
+    if json_file:
+        write_json(data, Path(json_file))
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -48,6 +48,7 @@ from pathlib import Path
 from statistics import fmean
 
 from arguments import ScriptParser, dash_option, note, seed_number
+from benchmark_architectures import training_speed
 from common import run_script, test_names
 from comparing import compare_outputs, run_all, save_pictures, score_key, show, spread
 from rich.markup import escape
@@ -55,7 +56,6 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
-from lightformers_hf.evaluation.benchmarks.architectures import training_speed
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.evaluation.speed import speed_ratio, tokens_per_second, typical_sentences
 from lightformers_hf.loading import load_model, load_pretrained, unique_parameters

@@ -44,7 +44,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
-from arguments import ScriptParser, as_options, seed_number
+from arguments import ScriptParser, as_options, check_names, load_recipe, read_value, seed_number
 from common import run_script, test_names
 from comparing import compare_outputs, run_all, save_pictures, score_key, show
 from rich.markup import escape
@@ -54,10 +54,9 @@ from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
 from lightformers_hf.conversion.teacher import Teacher
-from lightformers_hf.evaluation.benchmarks.engines import EngineComparison, check_forms, compare_engines
+from lightformers_hf.evaluation.comparison import EngineComparison, check_forms, compare_engines
 from lightformers_hf.evaluation.quality import Difference
 from lightformers_hf.loading import load_pretrained, resolve_source, unique_parameters
-from lightformers_hf.recipes import check_names, load_recipe, read_value
 from lightformers_hf.text import load_parallel
 
 TRAIN = Path(__file__).with_name("run_translation.py")

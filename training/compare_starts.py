@@ -18,7 +18,7 @@ import argparse
 from statistics import fmean
 
 import torch
-from arguments import ScriptParser, positive_number, seed_number
+from arguments import ScriptParser, check_model_fields, positive_number, read_value, seed_number
 from common import run_script
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +27,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.loading import build_network
-from lightformers_hf.recipes import check_model_fields, read_value
 
 TOKENS, LENGTH, SENTENCES = 56, 12, 64  # in the vocabulary, in a sentence, in a batch
 SPECIAL = 4  # padding and its like come before the tokens

@@ -155,10 +155,14 @@ class Lab:
 
         Args:
             name: of the folder or the result, which is kept as `NAME.json`.
-            words: of `lightformers`.
+            words: of `lightformers`, or beginning with a script of this folder.
         """
-        text = [str(word) for word in words]
-        self.commands.append(" ".join(["lightformers", *text]))
+        program, *text = words = [str(word) for word in words]
+        is_script = program.endswith(".py")
+        self.commands.append(
+            " ".join(["python", f"training/{program}", *text] if is_script else ["lightformers", *words])
+        )
+        line = [str(ROOT / "training" / program), *text] if is_script else ["-m", "lightformers_hf", *words]
         record = self.work / f"{name}.json"
         if record.is_file():
             kept = json.loads(record.read_text(encoding="utf-8"))
@@ -166,7 +170,7 @@ class Lab:
                 return kept["result"]
         record.parent.mkdir(parents=True, exist_ok=True)
         found = self.work / f"{name}.found.json"
-        times = self.call([sys.executable, "-m", "lightformers_hf", *text, "--json", str(found)])
+        times = self.call([sys.executable, *line, "--json", str(found)])
         result = json.loads(found.read_text(encoding="utf-8"))
         result = ({"rows": result} if isinstance(result, list) else result) | times
         found.unlink()
@@ -315,13 +319,13 @@ def deployments(result: dict) -> Rows:
 
 def architectures(lab: Lab) -> Rows:
     """Decoding speed of the papers' architectures beside a Transformer, random weights, one core."""
-    yield from lab.run("architectures", "benchmark", "architectures", "--no-training", "--runs", 5)["rows"]
+    yield from lab.run("architectures", "benchmark_architectures.py", "--no-training", "--runs", 5)["rows"]
 
 
 def conversion(lab: Lab) -> Rows:
     """Time and memory of a conversion by the size of the teacher; random weights of published shapes."""
     for shapes in ("opus-mt", "flan-t5-base"):
-        yield lab.run(f"conversion/{shapes}", "benchmark", "conversion", "--shapes", shapes)
+        yield lab.run(f"conversion/{shapes}", "benchmark_conversion.py", "--shapes", shapes)
 
 
 def studies(lab: Lab) -> Rows:
@@ -335,7 +339,7 @@ def studies(lab: Lab) -> Rows:
         yield from lab.study(name, tokenizer)
     models = [f"studies-{lab.commit}/architectures_6m/{name}-rate-0.0007" for name in ("transformer", "partialformer")]
     data = ("--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)
-    yield from map(summarize_analysis, lab.run("analysis", "analyze", *models, *data)["rows"])
+    yield from map(summarize_analysis, lab.run("analysis", "analyze.py", *models, *data)["rows"])
 
 
 def summarize_analysis(row: dict) -> dict[str, object]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .. import __version__
-from ..conversion.options import METHODS
 from ..engines import ENGINES, check_engine_name, deployment_names, split_deployment
-from ..evaluation.benchmarks import TEACHERS
-from ..files import atomic_output, check_file, check_folder, check_output, write_whole
+from ..files import check_file, check_folder, check_output, write_whole
 from .framework import (
     AT_LEAST_ONE,
     BATCH_SIZE,
@@ -419,41 +417,6 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
 
 
 @command(
-    Argument("models", type=CHECKPOINT, nargs=-1, required=True, about="Folders or Hub names, shown side by side."),
-    option("--data", type=DATA, required=True, help=DATA_HELP),
-    option("--pictures", type=FILE, help="Folder for a picture of every measure, for light and for dark pages."),
-    OVERWRITE,
-    *LANGUAGES,
-    SPLIT,
-    MAX_SAMPLES,
-    DEVICE,
-)
-def analyze(models: tuple[str, ...], data: str, pictures: Path | None, overwrite: bool, **options: Any) -> Answer:
-    """Look inside checkpoints by the papers' measures: heads, tokens, neurons, MACs, memory, singular values.
-
-    Head diversity, token uniformity, activated neurons: layer by layer, while the model reads the text's two sides.
-    MACs and memory of the matrices follow from the shapes, the steps to convergence from a trainer_state.json beside
-    the weights. Pictures need pip install 'lightformers_hf[demo]'.
-
-    Example: lightformers analyze ./teacher ./small --data test.jsonl --pictures inside
-    """
-    inputs = [*models, data]
-    if pictures is not None:
-        check_installed("matplotlib", "demo", "--pictures")
-        check_output(pictures, overwrite=overwrite, inputs=inputs)
-    from ..evaluation.analysis import analysis_table
-    from ..evaluation.analysis import analyze as run
-
-    with atomic_output(pictures, overwrite=overwrite, inputs=inputs) if pictures else nullcontext() as folder:
-        analyses = run(list(models), data, **pop_languages(options), **options, progress=True)
-        if folder:
-            from ..evaluation.plots import draw_analyses
-
-            draw_analyses(analyses, folder)
-    return Answer([analysis.to_dict() for analysis in analyses], [analysis_table(analyses)])
-
-
-@command(
     Argument("model", type=CHECKPOINT, about="Folder that convert or a training run wrote, or Hub name."),
     option("--output", type=FILE, default="report.html", help="The page to write. A file of that name is replaced."),
     option(
@@ -495,78 +458,6 @@ def report(model: str, output: Path, **options: Any) -> Answer:
 
 
 @command(
-    Argument(
-        "models", type=PLACE, nargs=-1, about="Recipes (.yaml), folders or Hub names. Default: the papers' tables."
-    ),
-    option("--vocab-size", type=AT_LEAST_ONE, help="Tokens of a recipe's model. Default: of its tokenizer or head."),
-    option("--table", default="", help="Only rows whose name contains this, e.g. 'Subformer T2'."),
-)
-def parameters(models: tuple[str, ...], vocab_size: int | None, table: str) -> Answer:
-    """Count the parameters of recipes and models, without training or loading them; or print the papers' tables.
-
-    Shared and tied parameters count once. A table has the printed count, ours, and the difference; the command exits
-    with 1 where a row differs by more than its tolerance.
-
-    Examples:
-
-        lightformers parameters training/recipes/multi30k/lightformer.yaml --vocab-size 8000
-
-        lightformers parameters --table PartialFormer
-    """
-    if models:
-        if table:
-            raise ValueError("--table is for the papers' tables: remove it, or the models")
-        from ..evaluation.parameters import model_parameters
-
-        found = {place: model_parameters(place, vocab_size) for place in models}
-        return Answer(found, [f"{count:15,}  {place}" for place, count in found.items()])
-    if vocab_size is not None:
-        raise ValueError("--vocab-size is of a recipe's model: name a recipe")
-    from ..evaluation.parameters import count_parameters, parameter_table
-
-    counts = count_parameters(table)
-    is_within = all(count.within for count in counts)
-    return Answer([count.to_dict() for count in counts], [parameter_table(counts)], exit_code=0 if is_within else 1)
-
-
-RUNS_HELP = "Interleaved runs; medians are shown."
-
-
-@command(
-    option("--shapes", default="opus-mt", values=tuple(TEACHERS), help="Shapes of a checkpoint."),
-    option("--method", values=METHODS, help="Method of the conversion. Default: its default."),
-    option("--ratio", type=float, help="Ratio of the conversion. Default: its default."),
-    option("--whole", is_flag=True, expose_value=False, hidden=True, help="As always since version 0.2."),
-)
-def conversion(shapes: str, **options: Any) -> Answer:
-    """Convert a checkpoint with random weights: time of every step, and memory.
-
-    Example: lightformers benchmark conversion --shapes opus-mt
-    """
-    from ..evaluation.benchmarks.conversion import time_conversion
-
-    return Answer.of(time_conversion(shapes, **given(**options)))
-
-
-@command(
-    option("--pair", multiple=True, help="Only this pair, e.g. subformer-base. Repeatable. Default: all."),
-    option("--runs", type=AT_LEAST_ONE, default=10, help=RUNS_HELP),
-    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated in a run."),
-    option("--training/--no-training", default=True, help="Time training steps, too."),
-    option("--bf16", is_flag=True, help="Train under bfloat16 autocast."),
-)
-def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
-    """Time architectures of the papers beside Marian of equal width: decoding and training on one core.
-
-    Example: lightformers benchmark architectures --pair partialformer-36m --no-training
-    """
-    from ..evaluation.benchmarks.architectures import PAIRS, compare, comparison_table
-
-    comparisons = [compare(name, **options, progress=True) for name in pair or PAIRS]
-    return Answer([comparison.to_dict() for comparison in comparisons], [comparison_table(comparisons)])
-
-
-@command(
     Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
     Argument("students", type=CHECKPOINT, nargs=-1, about="Folders or Hub names of checkpoints made from it."),
     option(
@@ -578,7 +469,7 @@ def architectures(pair: tuple[str, ...], **options: Any) -> Answer:
     option("--cores", type=int, multiple=True, help="Repeatable. Default: 1 and 2."),
     option("--batch-size", type=int, multiple=True, help="Repeatable. Default: 1 and 32."),
     option("--num-beams", type=int, multiple=True, help="Repeatable. Default: 1 and 4."),
-    option("--runs", type=AT_LEAST_ONE, default=5, help=RUNS_HELP),
+    option("--runs", type=AT_LEAST_ONE, default=5, help="Interleaved runs; medians are shown."),
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
     option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
     option("--data", type=DATA, help="Parallel text to measure the quality on, too."),
@@ -605,7 +496,7 @@ def engines(
     """
     for name in engine:
         split_deployment(name)  # which refuses unknown ones
-    from ..evaluation.benchmarks.engines import compare_engines
+    from ..evaluation.comparison import compare_engines
 
     comparison = compare_engines(
         teacher,
@@ -624,8 +515,8 @@ def engines(
 benchmark = Group(
     "benchmark",
     help="Measure this package against the models that it replaces.",
-    examples="Example: lightformers benchmark architectures --pair partialformer-36m --no-training",
-    commands=[conversion, architectures, engines],
+    examples="Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1",
+    commands=[engines],
 )
 app = Group(
     NAME,
@@ -633,7 +524,7 @@ app = Group(
     examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --ratio 4",
     commands=[
         *(compress, plan, convert, recover, export, web, translate, evaluate, compare, push, demo),
-        *(analyze, report, parameters, benchmark),
+        *(report, benchmark),
     ],
 )
 click.version_option(__version__, message="lightformers_hf %(version)s")(app)

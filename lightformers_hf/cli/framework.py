@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..conversion.options import METHODS, CompressionOptions, read_pattern
-from ..deprecated import current_words
+from ..deprecated import MOVED_COMMANDS, current_words
 from ..files import check_file, check_folder, find_folder, is_full_disk, json_text
 from ..results import Result, print_parts
 from ..text import check_data
@@ -193,6 +193,15 @@ class Group(click.Group):
     def list_commands(self, _: click.Context) -> list[str]:
         """In the order given, not of the alphabet."""
         return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As in click; a command that became a script of the repository is named in the error."""
+        if args and args[0] not in self.commands and (script := MOVED_COMMANDS.get(args[0])):
+            message = f"{ctx.command_path} {args[0]} is the script training/{script} of the repository"
+            raise click.UsageError(f"{message}: python training/{script} --help", ctx)
+        return super().resolve_command(ctx, args)
 
     format_epilog = Command.format_epilog
 

@@ -14,17 +14,17 @@ from typing import Any
 import jinja2
 
 from ..conversion.report import CompressionReport, read_report
-from ..files import REPORT_FILE, STATE_FILE, as_kind
+from ..files import REPORT_FILE, STATE_FILE, as_kind, read_json
 from ..loading import load_pair, printable_name, resolve_source
 from ..text import load_parallel
 from . import plots
-from .analysis import read_log
-from .benchmarks.engines import EngineComparison
+from .comparison import EngineComparison
 from .evaluate import Evaluation, Measurements, choose_columns, warn_of_overlap
 from .plots import Paint, save_picture, style
 from .quality import check_metrics, describe, labels
 from .translate import translate
 
+KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
 PHONE = 5  # inches of a picture for phones
 
 
@@ -92,7 +92,7 @@ def report_page(
         title=printable_name(model),
         colors={name: (one["figure.facecolor"], one["text.color"]) for name, one in styles.items()},
         plan=report,
-        kinds=plots.KINDS,
+        kinds=KINDS,
         options=json.dumps(report and report.options, indent=1),
         pictures=pictures,
         sheets=sheets,
@@ -240,3 +240,22 @@ def _mark_differences(before: str | None, after: str) -> list[tuple[str, bool]]:
         return [(" ".join(words), False)]
     steps = SequenceMatcher(None, before.split(), words, autojunk=False).get_opcodes()
     return [(" ".join(words[start:end]), step != "equal") for step, _, _, start, end in steps if start < end]
+
+
+def read_log(file: Path) -> list[dict[str, float]]:
+    """The steps and numbers that a training logged into a `trainer_state.json`; nothing where there is no such file.
+
+    Raises:
+        ValueError: it holds something else; names the file.
+    """
+    content = read_json(file).get("log_history", [])
+    try:
+        history = as_kind(content, list[dict[str, Any]], "log_history")
+        for number, entry in enumerate(history):
+            as_kind(entry.get("step"), int, f"the step of entry {number}")
+            for name, value in entry.items():
+                if not isinstance(value, float | str | bool | None):  # floats may be NaN: a loss that diverged
+                    as_kind(value, int, f"{name} of entry {number}")
+    except ValueError as error:
+        raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from None
+    return [{name: value for name, value in entry.items() if type(value) in (int, float)} for entry in history]

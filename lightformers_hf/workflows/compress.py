@@ -20,7 +20,7 @@ from ..deprecated import renamed_arguments
 from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
 from ..engines.layers import check_source
 from ..engines.write import check_engine, expands_low_rank
-from ..evaluation.benchmarks.engines import EngineComparison, compare_engines
+from ..evaluation.comparison import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole

@@ -23,6 +23,7 @@ from datasets import Dataset, concatenate_datasets
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
@@ -41,7 +42,6 @@ from ..deprecated import renamed_arguments
 from ..engines import Engine, export, load_engine
 from ..engines.engine import ONE_OUTPUT, longest_input
 from ..evaluation.evaluate import choose_columns
-from ..evaluation.parameters import model_parameters
 from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..files import (
@@ -58,7 +58,14 @@ from ..files import (
 )
 from ..in_memory import AnyModel, identify, on_disk
 from ..languages import language_code, named_columns, set_languages
-from ..loading import check_vocabulary, load_pretrained, resolve_source, unique_parameters
+from ..loading import (
+    build_network,
+    check_checkpoint,
+    check_vocabulary,
+    load_pretrained,
+    resolve_source,
+    unique_parameters,
+)
 from ..processors import has_fast_bf16
 from ..recovery import (
     RecoveryTrainer,
@@ -182,6 +189,12 @@ def recover(
                 record |= run.prepare(minutes, translations, start)
                 write_json(record, output / RECORD_FILE)
             return finish(output, record, run.train(record))
+
+
+def count_parameters(checkpoint: str | Path) -> int:
+    """Learned parameters of a checkpoint, without memory for its weights."""
+    with torch.device("meta"):
+        return unique_parameters(build_network(AutoModelForSeq2SeqLM, check_checkpoint(resolve_source(checkpoint))))
 
 
 def check_minutes(minutes: float) -> None:
@@ -495,7 +508,7 @@ class Run:
         return Recovery(
             output=str(self.output),
             parameters=parameters,
-            ratio=model_parameters(str(self.teacher)) / parameters,  # the distiller has the kept tokens alone
+            ratio=count_parameters(self.teacher) / parameters,  # the distiller has the kept tokens alone
             **record["scores"],
             after=scored[best_step],
             best_by=self.best_by,

@@ -21,17 +21,15 @@ from functools import partial
 from pathlib import Path
 
 import click
-import psutil
 import pytest
 from huggingface_hub import constants
 from test_hub import hub  # noqa: F401, a fixture
-from transformers import AutoModelForSeq2SeqLM
 
 import lightformers_hf
 from lightformers_hf import CompressionOptions, cli, convert
 from lightformers_hf.cli import framework
 from lightformers_hf.deprecated import current_words
-from lightformers_hf.evaluation.benchmarks import architectures, conversion, engines
+from lightformers_hf.evaluation import comparison
 from lightformers_hf.evaluation.speed import speed_of
 from lightformers_hf.hub import Push
 
@@ -59,12 +57,8 @@ GOOD = {
     "web": "light page --compare dense",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
     "push": "light light",
-    "analyze": "dense light --data test.jsonl",
     "report": "light --output page.html",
     "demo": "demo",
-    "parameters": "--table 'LightFormer T6'",
-    "benchmark conversion": "",
-    "benchmark architectures": "--pair sandwich-base --runs 1 --new-tokens 1 --no-training",
     "benchmark engines": "dense light --engine transformers --cores 1 --batch-size 1 --num-beams 1 --runs 1 "
     "--sentences 1 --new-tokens 2",
 }
@@ -76,10 +70,8 @@ BAD = {
     "export": ("light out --to tensorrt", "tensorrt"), "web": ("nowhere page", "nowhere"),
     "translate": ("light nowhere.de", "nowhere.de"),
     "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"), "push": ("nowhere light", "nowhere"),
-    "analyze": ("nowhere --data test.jsonl", "nowhere"), "report": ("nowhere", "nowhere"),
+    "report": ("nowhere", "nowhere"),
     "compare": ("nowhere light", "nowhere"), "demo": ("test.jsonl", "test.jsonl is a file"),
-    "parameters": ("--table 'GPT T1'", "GPT T1"), "benchmark conversion": ("--shapes gpt", "gpt"),
-    "benchmark architectures": ("--pair gpt", "gpt"),
     "benchmark engines": ("nowhere --engine transformers", "nowhere"),
 }  # fmt: skip
 
@@ -158,9 +150,7 @@ def test_what_the_user_can_mend_is_one_message_and_ends_with_1(lightformers, wor
 
 
 @pytest.mark.parametrize("words", sorted(COMMANDS.keys() - WITHOUT_ANSWER))
-def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatch, words, request):  # noqa: F811
-    if words == "benchmark conversion":
-        request.getfixturevalue("warm_python")
+def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatch, words):  # noqa: F811
 
     def quick_demo(output, settings, **options):
         print("1/7 Write a corpus")
@@ -169,20 +159,13 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     monkeypatch.setattr("lightformers_hf.demo.run.run_demo", quick_demo)
     made = Push("small", "url", "0")  # any result: `tests/workflows` makes that of a compression
     monkeypatch.setattr("lightformers_hf.workflows.compress.compress", lambda *_, **__: made)
-    monkeypatch.setattr(conversion, "random_teacher", lambda _: AutoModelForSeq2SeqLM.from_pretrained("dense"))
-    taken = "import sys; print('a bar', file=sys.stderr); print('[[[\"weighting\", 1, 1]], [2, 2], 3, 2]')"
-    monkeypatch.setattr(conversion, "_CONVERT", taken)
-    pair = dataclasses.replace(architectures.PAIRS["sandwich-base"], fields={"vocab_size": 200})
-    monkeypatch.setitem(architectures.PAIRS, "sandwich-base", pair)
     names = ("@huggingface/transformers", "onnxruntime-web")
     monkeypatch.setattr("lightformers_hf.engines.web.vendor", lambda _: dict.fromkeys(names, "1.0"))
-    # What takes a process of its own.
-    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *sentences, **_: (3, 2))
-    monkeypatch.setattr(
-        engines,
+    monkeypatch.setattr(  # which takes a process of its own
+        comparison,
         "_measure_speed",
         lambda places, *_, **__: [
-            engines.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places
+            comparison.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places
         ],
     )
     command = [*words.split(), *shlex.split(GOOD[words])]
@@ -203,7 +186,6 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     "command",
     [
         "plan dense --rank 8 --json dense/config.json",
-        "analyze dense --data test.jsonl --json test.jsonl",
         "report dense --output dense/generation_config.json",
         "report dense --data test.jsonl --output test.jsonl",
         "translate dense test.jsonl --output test.jsonl",
@@ -292,7 +274,7 @@ def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
 def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="lightformers")
     assert script.value == "lightformers_hf.cli:main"
-    for words in (["--version"], ["plan", "--help"], ["plan"], ["parameters", "--table", "LightFormer T6"], []):
+    for words in (["--version"], ["plan", "--help"], ["plan"], []):
         expected = lightformers(*words)
         monkeypatch.setattr("sys.argv", ["__main__.py", *words])
         with pytest.raises(SystemExit) as exit_:
@@ -306,13 +288,13 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
     ("words", "completions"),
     [
         ("ex", {"export"}),
-        ("benchmark ", {"conversion", "architectures", "engines"}),
+        ("benchmark ", {"engines"}),
         ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
         ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
         ("export light out --to ", {"ctranslate2", "onnx"}),
         ("benchmark engines dense --engine ctr", {"ctranslate2", "ctranslate2-int8"}),
         *((f"{name} --verb", {"--verbose"}) for name in COMMANDS),
-        *((f"{name} ./mo", {"./mo"}) for name in ("convert", "translate", "analyze", "report", "push", "compare")),
+        *((f"{name} ./mo", {"./mo"}) for name in ("convert", "translate", "report", "push", "compare")),
         ("convert dense ou", {"ou"}),
         ("plan dense --calibration tra", {"tra"}),
         ("evaluate light --data te", {"te"}),
@@ -345,7 +327,6 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
         export {tiny_marian} out --to tensorrt
         translate a/b/c
         evaluate {tiny_marian} --data none.jsonl
-        analyze ./none --data {tmp_path}/x.jsonl
         report {tmp_path}/empty
         compare ./none ./none
         push ./none a/b
@@ -370,7 +351,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
         ("--help", 2, 0, ""),
         ("translate MODEL", 0, 1, "standard input is closed: name a file to translate"),
         ("translate MODEL in.txt", 1, 1, "standard output is closed: give --output a file"),
-        ("parameters --json -", 1, 1, "standard output is closed: give --json a file"),
+        ("plan MODEL --json -", 1, 1, "standard output is closed: give --json a file"),
         ("translate MODEL in.txt --output out.txt --max-new-tokens 2", 0, 0, ""),
     ],
 )
@@ -432,7 +413,6 @@ def test_a_command_has_the_names_and_defaults_of_its_function(name):
         ("recover", "light -o out --teacher dense", "light --teacher dense out"),
         ("recover", "light --output=out --teacher dense", "light --teacher dense out"),
         ("demo", "--output here --seed 1", "--seed 1 here"),
-        ("analyze", "dense -o inside --data x", "dense --pictures inside --data x"),
         ("translate", "dense -o x.en", "dense --output x.en"),
     ],
 )
@@ -445,35 +425,30 @@ def test_old_options_work_and_warn(lightformers, command, old, new):
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize(
-    ("words", "number"),
-    [
-        ("convert TEACHER light --rank 4 --method paper", signal.SIGTERM),
-        ("benchmark conversion", signal.SIGKILL),
-    ],
-)
-def test_told_to_end_leaves_nothing_behind(words, number, tiny_marian, tmp_path):
-    """As by `kill`, a scheduler or a container's end: no hidden folder, and no process of its own that works on."""
-    script = f"""
-import importlib, sys
-from transformers import AutoModelForSeq2SeqLM
+def test_told_to_end_leaves_nothing_behind(tiny_marian, tmp_path):
+    """As by `kill`, a scheduler or a container's end: no hidden folder."""
+    script = """
+import importlib, time
 from lightformers_hf.cli import main
-from lightformers_hf.evaluation.benchmarks import conversion
-writing = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-importlib.import_module("lightformers_hf.conversion.convert").write_report = lambda *_: exec(writing)
-conversion.random_teacher = lambda _: AutoModelForSeq2SeqLM.from_pretrained({str(tiny_marian)!r})
-conversion._CONVERT, conversion.subprocess.PIPE = writing, None  # in a process whose output is this one's
+waiting = lambda *_: (print("writing", flush=True), time.sleep(60))
+importlib.import_module("lightformers_hf.conversion.convert").write_report = waiting
 main()
 """
-    command = [sys.executable, "-c", script, *words.replace("TEACHER", str(tiny_marian)).split()]
+    command = [sys.executable, "-c", script, "convert", str(tiny_marian), *"light --rank 4 --method paper".split()]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
-        at_work = int(process.stdout.readline())
-        process.send_signal(number)
-        assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
-    end = time.monotonic() + 20 * (number == signal.SIGKILL)
-    while psutil.pid_exists(at_work) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not psutil.pid_exists(at_work)
-    assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["analyze a b", "parameters --help", "benchmark conversion", "benchmark architectures"]
+)
+def test_a_command_that_became_a_script_names_it(lightformers, words):
+    code, _, err = lightformers(*words.split())
+    script = re.search(r"python (training/\w+\.py) --help", err)[1]
+    assert code == 2
+    assert (Path(cli.__file__).parents[2] / script).is_file()

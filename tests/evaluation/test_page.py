@@ -14,7 +14,7 @@ from PIL import Image
 from lightformers_hf import convert, translate
 from lightformers_hf.conversion.report import MatrixReport
 from lightformers_hf.evaluation import plots
-from lightformers_hf.evaluation.benchmarks.engines import Deployed, EngineComparison, Timing
+from lightformers_hf.evaluation.comparison import Deployed, EngineComparison, Timing
 from lightformers_hf.evaluation.page import _mark_differences, report_page
 from lightformers_hf.evaluation.speed import Speed
 

@@ -11,10 +11,9 @@ import compare_architectures as script
 import pytest
 import torch
 import yaml
+from arguments import load_recipe
 from tiny import sizes
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
-from lightformers_hf.recipes import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
 SHAPES = sizes(16, model_type="lightformer", max_position_embeddings=64)

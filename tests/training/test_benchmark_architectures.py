@@ -2,22 +2,13 @@
 
 import json
 
+import benchmark_architectures as architectures
 import pytest
 import torch
-from click.testing import CliRunner
+from benchmark_architectures import PAIRS, Comparison, Pair, compare, comparison_table, training_speed
+from count_parameters import ParameterRow, find_row
 from rich.console import Console
 
-from lightformers_hf import cli
-from lightformers_hf.evaluation.benchmarks import architectures
-from lightformers_hf.evaluation.benchmarks.architectures import (
-    PAIRS,
-    Comparison,
-    Pair,
-    compare,
-    comparison_table,
-    training_speed,
-)
-from lightformers_hf.evaluation.parameters import ParameterRow, find_row
 from lightformers_hf.evaluation.speed import Speed
 from lightformers_hf.loading import unique_parameters
 
@@ -109,10 +100,9 @@ def test_the_table_shows_medians_of_ratios(tiny):
     assert "0.87x" in shown
 
 
-def test_the_command(tiny):
-    arguments = ["benchmark", "architectures", "--pair", "sub", "--runs", "1", "--new-tokens", "2", "--no-training"]
-    result = CliRunner().invoke(cli.app, [*arguments, "--json", "-"])
-    (comparison,) = json.loads(result.stdout)
+def test_the_script(tiny, run_script):
+    arguments = ["--pair", "sub", "--runs", "1", "--new-tokens", "2", "--no-training"]
+    (comparison,) = json.loads(run_script(architectures, *arguments, "--json", "-")[1])
     assert comparison["name"] == "sub"
     assert set(comparison["measures"]) == {"greedy", "beam 4"}
     assert comparison["arithmetic"] is None  # nothing was trained

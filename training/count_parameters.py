@@ -1,4 +1,11 @@
-"""Parameters of models and recipes; the papers' printed counts beside the counts of their configurations.
+#!/usr/bin/env python
+r"""Count the parameters of recipes and models, without training or loading them; or print the papers' tables.
+
+    python training/count_parameters.py training/recipes/multi30k/lightformer.yaml --vocab-size 8000
+    python training/count_parameters.py --table PartialFormer
+
+Shared and tied parameters count once. A table has the printed count, ours, and the difference. The script ends with
+exit status 1 if a row differs by more than its tolerance.
 
 `parameter_tables.json` has one entry for each row: the configuration in this package's fields, the printed millions,
 the tolerance that the row is held to, and a note where the paper leaves something open.
@@ -8,21 +15,23 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 import torch
 import transformers
+from arguments import ScriptParser, positive_number, recipe_config, recipe_task
+from common import print_answer, run_script
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from lightformers_hf import models
-
-from ..files import WEIGHT_FILES, find_folder
-from ..loading import (
+from lightformers_hf.files import WEIGHT_FILES, find_folder
+from lightformers_hf.loading import (
     DAMAGED,
     build_network,
     check_checkpoint,
@@ -31,7 +40,6 @@ from ..loading import (
     load_pretrained,
     unique_parameters,
 )
-from ..recipes import recipe_config, recipe_task
 
 # For recipes whose script does not train sequence-to-sequence models.
 AUTO_CLASSES = {
@@ -91,7 +99,7 @@ class ParameterCount:
 @cache
 def parameter_rows() -> tuple[ParameterRow, ...]:
     """Return the rows of the papers' tables whose shape is printed or found by count."""
-    text = resources.files(__package__).joinpath("parameter_tables.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("parameter_tables.json").read_text(encoding="utf-8")
     return tuple(ParameterRow(**row) for row in json.loads(text))
 
 
@@ -163,3 +171,29 @@ def parameter_table(counts: list[ParameterCount]) -> Table:
         cells += [f"±{row.largest_difference / row.millions:.1%}", "yes" if count.within else "[red]no[/red]"]
         table.add_row(*cells, str(notes.index(row.note) + 1) if row.note else "")
     return table
+
+
+def main() -> None:
+    """Print counts of models, or the papers' tables."""
+    parser = ScriptParser(__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="recipes (.yaml), folders or Hub names")
+    parser.add_argument("--vocab-size", type=positive_number, metavar="N", help="tokens of a recipe's model")
+    parser.add_argument("--table", default="", help="only rows whose name contains this: 'Subformer T2'")
+    parser.add_argument("--json", metavar="FILE", help="write the counts as JSON; -: to stdout, and nothing else")
+    args = parser.parse_args()
+    if args.models:
+        if args.table:
+            raise ValueError("--table is for the papers' tables: remove it, or the models")
+        found = {name: model_parameters(name, args.vocab_size) for name in args.models}
+        print_answer([f"{count:15,}  {name}" for name, count in found.items()], found, args.json)
+        return
+    if args.vocab_size is not None:
+        raise ValueError("--vocab-size is of a recipe's model: name a recipe")
+    counts = count_parameters(args.table)
+    print_answer([parameter_table(counts)], [count.to_dict() for count in counts], args.json)
+    if not all(count.within for count in counts):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_script(main)

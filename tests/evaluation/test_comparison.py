@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from lightformers_hf import convert
 from lightformers_hf.engines import deployment_names
-from lightformers_hf.evaluation.benchmarks import engines
-from lightformers_hf.evaluation.benchmarks.engines import (
+from lightformers_hf.evaluation import comparison
+from lightformers_hf.evaluation.comparison import (
     Deployed,
     EngineComparison,
     Timing,
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured(tiny_marian, tmp_path):
 def test_sources_are_cut_to_the_positions(tiny_marian, tmp_path):
     """As `evaluate` cuts them: articles have more tokens than the model that summarizes them has positions."""
     text = "Der Hund schläft unter dem Tisch. " * 20
-    inputs = engines._inputs(
+    inputs = comparison._inputs(
         {"model": str(tiny_marian)}, Dataset.from_dict({"source": [text], "target": ["A dog."]}), 1
     )
     assert [(len(ids), ids[-1]) for ids in inputs["model"]] == [(64, 0)]
@@ -148,8 +148,8 @@ def test_models_are_called_by_as_much_of_their_paths_as_tells_them_apart(tmp_pat
     paths = [tmp_path / "a" / "model", tmp_path / "b" / "model"]
     for path in paths:
         path.mkdir(parents=True)
-    assert engines._labels(["org/teacher", *map(str, paths)]) == ["org/teacher", "a/model", "b/model"]
-    assert engines._labels([str(paths[0]), "org/teacher"]) == ["model", "org/teacher"]
+    assert comparison._labels(["org/teacher", *map(str, paths)]) == ["org/teacher", "a/model", "b/model"]
+    assert comparison._labels([str(paths[0]), "org/teacher"]) == ["model", "org/teacher"]
 
 
 def test_a_killed_measurement_says_that_it_may_be_for_memory(tiny_marian, tmp_path, monkeypatch):

@@ -1,4 +1,12 @@
-"""`lightformers analyze`: the papers' measures of checkpoints on parallel text, as numbers and as a table."""
+#!/usr/bin/env python
+r"""Take the papers' measures of checkpoints on parallel text: heads, tokens, neurons, MACs, memory, singular values.
+
+    python training/analyze.py opus-mt-de-en light --data test.jsonl --pictures inside
+
+Head diversity, token uniformity and activated neurons are measured layer by layer, while the model reads the two sides
+of the text. MACs and memory of the matrices follow from the shapes, the steps to convergence from a
+`trainer_state.json` beside the weights. Pictures need `pip install 'lightformers_hf[demo]'`.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +14,49 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from arguments import ScriptParser, positive_number
+from common import print_answer, run_script
+from datasets import Dataset
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from ..conversion.calibration_text import parallel_batches
-from ..conversion.forms import svd
-from ..conversion.rules import rank_for_energy
-from ..files import STATE_FILE, as_kind, read_json
-from ..loading import build_network, learned_parameters, load_model, printable_name
-from ..matrices import factors_of, matrices_of
-from ..text import load_parallel
-from .evaluate import MEMORY_SENTENCES, choose_columns
-from .speed import translation_memory
+import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
+from lightformers_hf.conversion.rules import rank_for_energy
+from lightformers_hf.evaluation.evaluate import choose_columns
+from lightformers_hf.evaluation.speed import translation_memory
+from lightformers_hf.files import atomic_output, read_json
+from lightformers_hf.loading import build_network, learned_parameters, load_model, printable_name
+from lightformers_hf.matrices import factors_of, matrices_of
+from lightformers_hf.text import load_parallel, tokenize_pairs
 
 STACKS = ("encoder", "decoder")
 SITES = {"encoder": "encoder", "decoder": "decoder self-attention", "cross": "cross-attention"}
 ENERGY = 0.9
 TOKENS = 20  # tokens of source and of target: PartialFormer, Table 5
+INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "labels")
+BATCH, LONGEST = 16, 512  # texts of a batch; tokens of a text, where the model has no limit
+MEMORY_SENTENCES = 10  # that are translated while the peak memory is measured
 
 
 # --- Measures of tensors and of training logs
@@ -97,30 +117,14 @@ def singular_values(name: str, left: Tensor, right: Tensor | None = None) -> Ten
     Raises:
         ValueError: NaN or infinity in a matrix; the message has its `name`.
     """
+    factors = [factor.cpu().double() for factor in (left, right) if factor is not None]
+    if not all(factor.isfinite().all() for factor in factors):
+        raise ValueError(f"{name} holds NaN or infinity: the checkpoint is damaged, or its training diverged")
     if right is None:
-        return svd.singular_values(left.cpu(), name=name)
+        return torch.linalg.svdvals(factors[0])
     # The orthonormal outer factors of the product change no singular value; the inner matrix is r×r.
-    left, right = (torch.linalg.qr(factor.cpu().double(), mode="r").R for factor in (left, right.T))
-    return svd.singular_values(left @ right.T, name=name)
-
-
-def read_log(file: Path) -> list[dict[str, float]]:
-    """The steps and numbers that a training logged into a `trainer_state.json`; nothing where there is no such file.
-
-    Raises:
-        ValueError: it holds something else; names the file.
-    """
-    content = read_json(file).get("log_history", [])
-    try:
-        history = as_kind(content, list[dict[str, Any]], "log_history")
-        for number, entry in enumerate(history):
-            as_kind(entry.get("step"), int, f"the step of entry {number}")
-            for name, value in entry.items():
-                if not isinstance(value, float | str | bool | None):  # floats may be NaN: a loss that diverged
-                    as_kind(value, int, f"{name} of entry {number}")
-    except ValueError as error:
-        raise ValueError(f"{file} holds no log of a training ({error}): write it again, or remove it") from None
-    return [{name: value for name, value in entry.items() if type(value) in (int, float)} for entry in history]
+    first, second = (torch.linalg.qr(factor, mode="r").R for factor in (factors[0], factors[1].T))
+    return torch.linalg.svdvals(first @ second.T)
 
 
 def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]]]:
@@ -132,7 +136,7 @@ def loss_curve(log_history: Sequence[dict]) -> tuple[str, list[tuple[int, float]
         ValueError: neither was logged as a number.
     """
     for name in ("eval_loss", "loss"):
-        logged = [(entry["step"], entry[name]) for entry in log_history if name in entry]
+        logged = [(entry["step"], entry[name]) for entry in log_history if isinstance(entry.get(name), float | int)]
         if curve := [(step, loss) for step, loss in logged if math.isfinite(loss)]:
             return name, curve
     raise ValueError("the training log has neither eval_loss nor loss: train with --logging-steps or --eval-steps")
@@ -495,7 +499,7 @@ def analyze(
             model, tokenizer = load_model(name, device=device, **languages)
             columns = choose_columns(name, model, tokenizer, **languages)
             pairs = load_parallel(data, source=columns[0], target=columns[1], split=split, max_samples=max_samples)
-            found = behaviour(model, parallel_batches(model, tokenizer, pairs), progress=progress)
+            found = behaviour(model, list(text_batches(model, tokenizer, pairs)), progress=progress)
             bar.update()
             bar.set_description(f"{label}: measuring memory in a process of its own")
             memory, libraries = translation_memory(name, pairs[:MEMORY_SENTENCES]["source"])
@@ -518,8 +522,21 @@ def analyze(
     return analyses
 
 
+def text_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset
+) -> Iterator[dict[str, Tensor]]:
+    """Padded batches of the columns `source` and `target`, with the inputs of the decoder."""
+    limit = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, tokenizer.model_max_length)
+    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=limit, max_target_length=limit)
+    tokens = tokens.remove_columns(["source_length", "target_length"])
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    for batch in (tokens[start : start + BATCH] for start in range(0, len(tokens), BATCH)):
+        rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        yield {name: value for name, value in collate(rows).items() if name in INPUTS}
+
+
 def _training(folder: Path) -> dict:
-    history = read_log(folder / STATE_FILE)
+    history = read_json(folder / "trainer_state.json").get("log_history", [])
     try:
         name, curve = loss_curve(history)
     except ValueError:  # it was shorter than its logging_steps, or had no loss that is a number
@@ -567,3 +584,35 @@ def analysis_table(analyses: list[Analysis]) -> Table:
         shown = [step if one.loss_curve else "" for one, step in zip(analyses, steps, strict=True)]
         table.add_row("steps to convergence", *shown)
     return table
+
+
+def main() -> None:
+    """Print the table, and write JSON and pictures."""
+    parser = ScriptParser(__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folders or Hub names, shown side by side")
+    parser.add_argument("--data", required=True, help="parallel text: a file, or a Hub name")
+    parser.add_argument("--pictures", metavar="FOLDER", help="picture of every measure, for light and for dark pages")
+    parser.add_argument("--overwrite", action="store_true", help="replace that folder, if this script wrote all of it")
+    parser.add_argument("--source-lang", metavar="de", help="column of the source; multilingual models: de=de_DE")
+    parser.add_argument("--target-lang", metavar="en", help="the same for the target")
+    parser.add_argument("--split", default="test", help="split of a data set on the Hub (test)")
+    parser.add_argument("--max-samples", type=positive_number, metavar="N", help="use only the first N pairs")
+    parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, … (cpu)")
+    parser.add_argument("--json", metavar="FILE", help="write the measures as JSON; -: to stdout, and nothing else")
+    args = parser.parse_args()
+    if args.pictures and find_spec("matplotlib") is None:
+        raise ValueError("--pictures needs matplotlib: pip install 'lightformers_hf[demo]'")
+    inputs, settings = [*args.models, args.data], {"overwrite": args.overwrite}
+    languages = {"source": args.source_lang, "target": args.target_lang}
+    options = {"split": args.split, "max_samples": args.max_samples, "device": args.device}
+    with atomic_output(args.pictures, inputs=inputs, **settings) if args.pictures else nullcontext() as folder:
+        analyses = analyze(args.models, args.data, **languages, **options, progress=True)
+        if folder:
+            from analysis_pictures import draw_analyses  # needs matplotlib
+
+            draw_analyses(analyses, folder)
+    print_answer([analysis_table(analyses)], [analysis.to_dict() for analysis in analyses], args.json)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -22,17 +22,17 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from ...engines import CHECKPOINTS, Engine, deployment_names, export, load_engine, load_engine_file, split_deployment
-from ...engines.engine import longest_input
-from ...files import as_kind
-from ...languages import language_code, set_language_codes
-from ...loading import load_network, load_pretrained, weight_bytes
-from ...results import Result
-from ...text import load_parallel
-from ..evaluate import find_columns
-from ..quality import Difference, check_metrics, choose_metrics, describe, difference, labels, score, signatures
-from ..speed import Speed, child_command, child_environment, speed_of, speed_ratio, take_turns, typical_sentences
-from ..translate import translate
+from ..engines import CHECKPOINTS, Engine, deployment_names, export, load_engine, load_engine_file, split_deployment
+from ..engines.engine import longest_input
+from ..files import as_kind
+from ..languages import language_code, set_language_codes
+from ..loading import load_network, load_pretrained, weight_bytes
+from ..results import Result
+from ..text import load_parallel
+from .evaluate import find_columns
+from .quality import Difference, check_metrics, choose_metrics, describe, difference, labels, score, signatures
+from .speed import Speed, child_command, child_environment, speed_of, speed_ratio, take_turns, typical_sentences
+from .translate import translate
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -332,7 +332,7 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, task: dict[str, Any],
     task = task | {"models": [[place.folder, inputs[place.model]] for place in deployed]}
     # Waiting threads that spin take the core from the engine whose turn it is.
     environment = child_environment(OMP_NUM_THREADS=str(cores), OMP_WAIT_POLICY="PASSIVE")
-    command = "from lightformers_hf.evaluation.benchmarks.engines import _measure; _measure()"
+    command = "from lightformers_hf.evaluation.comparison import _measure; _measure()"
     with tempfile.TemporaryFile("w+") as work, tempfile.TemporaryFile("w+") as errors:
         json.dump(task, work)
         work.seek(0)

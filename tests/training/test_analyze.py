@@ -5,28 +5,12 @@ import json
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 
+import analyze as script
 import pytest
 import torch
-from matplotlib.cbook import is_math_text
-from matplotlib.image import imread
-from matplotlib.text import Text
-from models.cases import make_config, make_model, padded, sentences
-from rich.console import Console
-from tiny import sizes
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
-
-from lightformers_hf import convert
-from lightformers_hf.evaluation.analysis import (
+from analyze import (
     Activation,
     _training,
     activated_neurons,
@@ -43,7 +27,23 @@ from lightformers_hf.evaluation.analysis import (
     token_uniformity,
     without_storage,
 )
-from lightformers_hf.evaluation.parameters import find_row
+from count_parameters import find_row
+from matplotlib.cbook import is_math_text
+from matplotlib.image import imread
+from matplotlib.text import Text
+from models.cases import make_config, make_model, padded, sentences
+from rich.console import Console
+from tiny import sizes
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightformers_hf import convert
 from lightformers_hf.evaluation.plots import as_text, save_picture
 from lightformers_hf.files import MANIFEST_FILE
 from lightformers_hf.loading import load_model
@@ -471,15 +471,15 @@ def checkpoints(tmp_path_factory, tiny_marian, parallel_sentences):
 @pytest.fixture
 def no_process(monkeypatch):
     """Peak memory is not measured, which takes seconds (`test_size` does)."""
-    monkeypatch.setattr("lightformers_hf.evaluation.analysis.translation_memory", lambda *_: (3_000_000, 1_000_000))
+    monkeypatch.setattr("analyze.translation_memory", lambda *_: (3_000_000, 1_000_000))
 
 
 @pytest.mark.usefixtures("no_process")
-def test_analyze_models_side_by_side(lightformers, checkpoints, tmp_path):
+def test_analyze_models_side_by_side(run_script, checkpoints, tmp_path):
     models = [checkpoints / "teacher", checkpoints / "light $x_1$"]
     text, pictures = checkpoints / "text.jsonl", tmp_path / "inside"
-    code, printed, error = lightformers(
-        "analyze", *models, "--data", text, "--pictures", pictures, "--json", tmp_path / "a.json"
+    code, printed, error = run_script(
+        script, *models, "--data", text, "--pictures", pictures, "--json", tmp_path / "a.json"
     )
     assert code == 0, error
     for expected in ("head diversity, encoder", "million MACs", "peak memory", "rank of 90 % energy", "steps to"):
@@ -524,7 +524,7 @@ def test_folders_of_the_same_name_are_told_apart(checkpoints, tmp_path):
     assert re.search(r"steps to convergence\W+not converged", printed.getvalue())
 
 
-def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, tmp_path):
+def test_bad_input_is_one_message_and_leaves_nothing(run_script, checkpoints, tmp_path):
     teacher, text = checkpoints / "teacher", checkpoints / "text.jsonl"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -536,17 +536,17 @@ def test_bad_input_is_one_message_and_leaves_nothing(lightformers, checkpoints, 
         ((teacher, "--data", text, "--pictures", teacher, "--overwrite"), "must be apart from"),
         ((teacher, "--data", text, "--pictures", text.parent, "--overwrite"), "must be apart from"),
     ):
-        code, _, error = lightformers("analyze", "--pictures", tmp_path / "new", *arguments)
+        code, _, error = run_script(script, "--pictures", tmp_path / "new", *arguments)
         assert code == 1
         assert message in error.replace("\n", " ")
         assert "Traceback" not in error
     assert {path.name for path in tmp_path.iterdir()} == {"full"}
 
 
-def test_pictures_need_matplotlib(lightformers, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    arguments = ("analyze", checkpoints / "teacher", "--data", checkpoints / "text.jsonl")
-    code, _, error = lightformers(*arguments, "--pictures", tmp_path / "new")
+def test_pictures_need_matplotlib(run_script, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
+    arguments = (checkpoints / "teacher", "--data", checkpoints / "text.jsonl")
+    code, _, error = run_script(script, *arguments, "--pictures", tmp_path / "new")
     assert code == 1
     assert "pip install" in error
     assert not list(tmp_path.iterdir())

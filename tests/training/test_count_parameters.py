@@ -2,14 +2,13 @@
 
 import json
 
+import count_parameters as script
 import pytest
 import torch
-from click.testing import CliRunner
+from count_parameters import ParameterCount, ParameterRow, count_parameters, parameter_rows
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import cli, models
-from lightformers_hf.evaluation import parameters
-from lightformers_hf.evaluation.parameters import ParameterCount, ParameterRow, count_parameters, parameter_rows
+from lightformers_hf import models
 from lightformers_hf.loading import unique_parameters
 
 pytestmark = pytest.mark.quick
@@ -54,19 +53,18 @@ def test_within(printed, tolerance, ours, within):
     assert ParameterCount(ParameterRow("row", "Model", printed, tolerance, {}), ours).within is within
 
 
-def test_the_command_counts_the_rows_asked_for(tmp_path):
-    shown = CliRunner().invoke(cli.app, ["parameters", "--table", "subformer t2"], env={"COLUMNS": "150"})
-    assert shown.exit_code == 0
-    assert "7 of 7 rows within their tolerance" in shown.output
-    assert "+2.3%" in shown.output  # 38.86M of 38M
-    written = CliRunner().invoke(cli.app, ["parameters", "--table", "t6 r4", "--json", "-"])
-    (row,) = json.loads(written.output)
+def test_the_script_counts_the_rows_asked_for(run_script):
+    code, shown, _ = run_script(script, "--table", "subformer t2")
+    assert code == 0
+    assert "7 of 7 rows within their tolerance" in shown
+    assert "+2.3%" in shown  # 38.86M of 38M
+    (row,) = json.loads(run_script(script, "--table", "t6 r4", "--json", "-")[1])
     assert row["table"] == "LightFormer T6 r4"
     assert row["within"] is True
     assert row["ours"] == pytest.approx(14.6, abs=0.05)
 
 
-def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian):
+def test_a_recipe_and_a_model_are_counted_without_weights(run_script, tmp_path, tiny_marian):
     shapes = "d_model: 8, encoder_layers: 1, decoder_layers: 1, encoder_ffn_dim: 16, decoder_ffn_dim: 16"
     shapes += ", encoder_attention_heads: 2, decoder_attention_heads: 2, max_position_embeddings: 64"
     recipe = tmp_path / "small.yaml"
@@ -75,8 +73,8 @@ def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian)
     layers = 3 * attention + 2 * network + 5 * norm
 
     def count(*words):
-        found = CliRunner().invoke(cli.app, ["parameters", *map(str, words), "--json", "-"])
-        return json.loads(found.stdout) if found.exit_code == 0 else found.stderr
+        code, out, err = run_script(script, *words, "--json", "-")
+        return json.loads(out) if code == 0 else err
 
     marian = unique_parameters(AutoModelForSeq2SeqLM.from_pretrained(tiny_marian))
     assert count(recipe, tiny_marian) == {str(recipe): layers + 40 * 8, str(tiny_marian): marian}
@@ -85,7 +83,7 @@ def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian)
     assert count(recipe) == {str(recipe): layers + 8 * len(AutoTokenizer.from_pretrained(tiny_marian))}
     head = "# python training/run_clm.py\n"
     recipe.write_text(f"{head}model: {{model_type: lightformer, {shapes}}}\n")
-    assert "--vocab-size" in count(recipe)
+    assert "vocab_size" in count(recipe)
     decoder = 2 * attention - attention + network + 2 * norm
     assert count(recipe, "--vocab-size", 50) == {str(recipe): decoder + 50 * 8}
     recipe.write_text("model: {model_type: lightformer, d_modle: 8}\n")
@@ -102,13 +100,13 @@ def test_a_recipe_and_a_model_are_counted_without_weights(tmp_path, tiny_marian)
         assert "remove" in count(*words) or "name a recipe" in count(*words)
 
 
-def test_the_command_fails_where_a_row_is_out_of_tolerance(monkeypatch):
+def test_the_script_fails_where_a_row_is_out_of_tolerance(run_script, monkeypatch):
     row = next(row for row in parameter_rows() if row.table == "LightFormer T6 r4")
     wrong = ParameterRow("wrong", row.model, 14.0, 0.01, row.config)
-    monkeypatch.setattr(parameters, "parameter_rows", lambda: (row, wrong))
-    result = CliRunner().invoke(cli.app, ["parameters"], env={"COLUMNS": "150"})
-    assert result.exit_code == 1
-    assert "1 of 2 rows within their tolerance" in result.output
+    monkeypatch.setattr(script, "parameter_rows", lambda: (row, wrong))
+    code, out, _ = run_script(script)
+    assert code == 1
+    assert "1 of 2 rows within their tolerance" in out
 
 
 def test_no_such_row():

@@ -1,4 +1,7 @@
-"""How fast the papers' architectures decode and train, each beside the Transformer that its paper compares with.
+#!/usr/bin/env python
+r"""Time the papers' architectures, each beside the Transformer that its paper compares with: decoding and training.
+
+    python training/benchmark_architectures.py --pair partialformer-36m --no-training
 
 That is transformers' own Marian, of equal width and vocabulary; of equal depth, too, but for LightFormer, whose paper
 compares with six layers in each stack.
@@ -6,6 +9,7 @@ compares with six layers in each stack.
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,15 +17,17 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from arguments import ScriptParser, positive_number
+from common import print_answer, run_script
+from count_parameters import ParameterRow, find_row
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MarianConfig, MarianMTModel, PreTrainedModel
 
-from ...loading import unique_parameters
-from ...processors import use_threads
-from ..parameters import ParameterRow, find_row
-from ..speed import Speed, generation_speed, run_ratios, speed_of, speed_ratio, take_turns
+from lightformers_hf.evaluation.speed import Speed, generation_speed, run_ratios, speed_of, speed_ratio, take_turns
+from lightformers_hf.loading import unique_parameters
+from lightformers_hf.processors import use_threads
 
 SOURCE_TOKENS = TARGET_TOKENS = 25
 TRAINING_SENTENCES = 16
@@ -239,3 +245,22 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             first = ["", ""]
         table.add_section()
     return table
+
+
+def main() -> None:
+    """Print the table of all pairs that were asked for."""
+    parser = ScriptParser(__doc__)
+    parser.add_argument("--pair", action="append", help=f"only this one: {', '.join(PAIRS)}. Repeatable")
+    parser.add_argument("--runs", type=positive_number, default=10, help="interleaved runs; medians are shown")
+    parser.add_argument("--new-tokens", type=positive_number, default=TARGET_TOKENS, help="tokens generated in a run")
+    parser.add_argument("--training", action=argparse.BooleanOptionalAction, default=True, help="time training, too")
+    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; -: to stdout, and nothing else")
+    args = parser.parse_args()
+    settings = {"runs": args.runs, "new_tokens": args.new_tokens, "training": args.training, "bf16": args.bf16}
+    comparisons = [compare(name, **settings, progress=True) for name in args.pair or PAIRS]
+    print_answer([comparison_table(comparisons)], [comparison.to_dict() for comparison in comparisons], args.json)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,4 +1,11 @@
-"""Time and memory of `convert` for a whole checkpoint with random weights, step by step."""
+#!/usr/bin/env python
+r"""Convert a checkpoint with random weights: time of every step, and memory.
+
+    python training/benchmark_conversion.py --shapes opus-mt
+    python training/benchmark_conversion.py --shapes flan-t5-base --method paper --ratio 4
+
+The conversion runs in a process of its own, and what it writes is removed.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +13,40 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from arguments import ScriptParser
+from common import print_answer, run_script
 from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...results import Result
-from ..benchmarks import TEACHERS
-from ..speed import child_command, child_environment
+from lightformers_hf.evaluation.speed import child_command, child_environment
+from lightformers_hf.results import Result
 
+# {name: (transformers' class, the fields of its configuration that are not the usual)}
+_OPUS = {"d_model": 512, "max_position_embeddings": 512, "encoder_layers": 6, "decoder_layers": 6}
+_OPUS |= {"encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
+T5 = "T5ForConditionalGeneration"
+_FLAN = {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opus-mt": ("MarianMTModel", _OPUS),
+    "bart-large": ("BartForConditionalGeneration", {}),
+    "nllb-600m": ("M2M100ForConditionalGeneration", {"vocab_size": 256206}),
+    "flan-t5-base": (T5, {"d_model": 768, "d_ff": 2048, "num_layers": 12, "num_heads": 12, **_FLAN}),
+    "flan-t5-large": (T5, {"d_model": 1024, "d_ff": 2816, "num_layers": 24, "num_heads": 16, **_FLAN}),
+}
 # Run in a process of its own, so that nothing but the conversion is in its memory.
 _CONVERT = """
-import json, logging, sys
+import json, logging, sys, time
 from lightformers_hf import convert
 from lightformers_hf.conversion import workers
-from lightformers_hf.evaluation.benchmarks.conversion import clocks
 from lightformers_hf.evaluation.speed import peak_memory
+clocks = lambda: (time.perf_counter(), time.process_time())  # the second is more reliable on a shared machine
 source, output, options = sys.argv[1:]
 found, taken = [], logging.Handler()
 taken.emit = lambda record: found.append(record.args)
@@ -37,11 +56,6 @@ libraries, start = peak_memory(), clocks()
 convert(source, output, **json.loads(options))
 print(json.dumps([found, [end - begin for end, begin in zip(clocks(), start)], peak_memory(), libraries]))
 """
-
-
-def clocks() -> tuple[float, float]:
-    """Return the time, and the time the processors worked: the second is more reliable on a shared machine."""
-    return time.perf_counter(), time.process_time()
 
 
 @dataclass(frozen=True)
@@ -109,3 +123,20 @@ def time_conversion(shapes: str, **options: object) -> WholeConversion:
     found, total, peak, libraries = json.loads(done.stdout.splitlines()[-1])
     steps = {name: (wall, cpu) for name, wall, cpu in found}
     return WholeConversion(shapes, options, torch.get_num_threads(), size, peak, libraries, steps, tuple(total))
+
+
+def main() -> None:
+    """Print times and memory of one conversion."""
+    parser = ScriptParser(__doc__)
+    parser.add_argument("--shapes", default="opus-mt", help=f"shapes of a checkpoint: {', '.join(TEACHERS)} (opus-mt)")
+    parser.add_argument("--method", help="method of the conversion")
+    parser.add_argument("--ratio", type=float, help="ratio of the conversion")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; -: to stdout, and nothing else")
+    args = parser.parse_args()
+    options = {"method": args.method, "ratio": args.ratio}
+    found = time_conversion(args.shapes, **{name: value for name, value in options.items() if value is not None})
+    print_answer(found.parts(), found.to_dict(), args.json)
+
+
+if __name__ == "__main__":
+    run_script(main)
