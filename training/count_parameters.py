@@ -29,7 +29,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from lightformers_hf import models
+import lightformers_hf
 from lightformers_hf.files import WEIGHT_FILES, find_folder
 from lightformers_hf.loading import (
     DAMAGED,
@@ -61,11 +61,11 @@ class ParameterRow:
 
     def build(self) -> PreTrainedModel:
         """The row's model, on torch's default device."""
-        return getattr(models, self.model)(self.model_config())
+        return getattr(lightformers_hf, self.model)(self.model_config())
 
     def model_config(self) -> PreTrainedConfig:
         """The row's configuration."""
-        return getattr(models, self.model).config_class(**self.config)
+        return getattr(lightformers_hf, self.model).config_class(**self.config)
 
     @property
     def largest_difference(self) -> float:
@@ -147,7 +147,7 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
             stored = folder and any((folder / name).is_file() for name in WEIGHT_FILES)
             config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, folder or place)
             name = find_architecture(config, place)
-            found = getattr(models, str(name), None) or getattr(transformers, str(name), None)
+            found = getattr(lightformers_hf, str(name), None) or getattr(transformers, str(name), None)
             auto = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForSeq2SeqLM
         with torch.device("meta"):
             is_model = issubclass(auto, PreTrainedModel)
