@@ -79,4 +79,3 @@ def test_the_script_prints_the_figures(run_script, monkeypatch, tiny_marian):
     monkeypatch.setattr(script, "_CONVERT", taken)
     code, out, _ = run_script(script, "--json", "-")
     assert (code, json.loads(out)["steps"]) == (0, {"weighting": {"wall": 1, "cpu": 1}})
-    assert "unknown shapes 'gpt'" in run_script(script, "--shapes", "gpt")[2]
