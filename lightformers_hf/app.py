@@ -216,6 +216,7 @@ def build(
     Raises:
         FileNotFoundError, ValueError: a model that is not there or does not translate.
     """
+    teacher, light = map(os.path.expanduser, (teacher, light))
     own = load_pretrained(AutoTokenizer, resolve_source(light))
     pair = [getattr(own, side, None) for side in ("src_lang", "tgt_lang")]
     pair = pair if all(pair) and not (source or target) else [source, target]

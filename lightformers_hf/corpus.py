@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from .languages import put_prefix
 from .text import (
     READING_ERRORS,
     Bad,
@@ -322,7 +323,7 @@ class Corpus:
                     raise ValueError(f"{source.name}, {place} {error}.") from None
                 note_bad(f"{source.name}, {place}", error, self.bad)
                 continue
-            yield self.prefix + texts[0], texts[1] if self.target else ""
+            yield put_prefix(self.prefix, texts[0]), texts[1] if self.target else ""
 
     def _text(self, row: dict[str, Any], name: str) -> str:
         inner = row.get("translation")

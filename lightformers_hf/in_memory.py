@@ -28,7 +28,9 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
     loaded = {number: model for number, model in enumerate(models) if model is not None and is_loaded(model)}
-    places = [None if one is None or number in loaded else os.fspath(one) for number, one in enumerate(models)]
+    places = [
+        None if one is None or number in loaded else os.path.expanduser(one) for number, one in enumerate(models)
+    ]
     if tokenizer is not None and not loaded:
         raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
     if loaded and not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -14,6 +14,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+# Two-letter codes of languages with three letters (ISO 639-2, 639-3; members of a group have the code of the group).
+ISO_639 = dict(
+    pair.split(":")
+    for pair in """
+    aar:aa abk:ab acm:ar acq:ar adp:dz aeb:ar afr:af ajp:ar aka:ak alb:sq als:sq amh:am apc:ar ara:ar arb:ar arg:an
+    arm:hy ars:ar ary:ar arz:ar asm:as ava:av ave:ae aym:ay ayr:ay azb:az aze:az azj:az bak:ba bam:bm baq:eu bel:be
+    ben:bn bis:bi bod:bo bos:bs bre:br bul:bg bur:my cat:ca ces:cs cha:ch che:ce chi:zh chu:cu chv:cv cls:sa cmn:zh
+    cor:kw cos:co cre:cr cwd:cr cym:cy cze:cs dan:da deu:de div:dv drh:mn dut:nl dzo:dz ekk:et ell:el eng:en epo:eo
+    esk:ik est:et eus:eu ewe:ee fao:fo fas:fa fat:ak fij:fj fin:fi fra:fr fre:fr fry:fy fuc:ff ful:ff fuv:ff gaz:om
+    geo:ka ger:de gla:gd gle:ga glg:gl glv:gv gre:el grn:gn gug:gn guj:gu hat:ht hau:ha heb:he her:hz hin:hi hmo:ho
+    hrv:hr hun:hu hye:hy ibo:ig ice:is ido:io iii:ii ike:iu iku:iu ile:ie ina:ia ind:id ipk:ik isl:is ita:it jav:jv
+    jpn:ja kal:kl kan:kn kas:ks kat:ka kau:kr kaz:kk khk:mn khm:km kik:ki kin:rw kir:ky kmr:ku knc:kr kng:kg kom:kv
+    kon:kg kor:ko kpv:kv kua:kj kur:ku lao:lo lat:la lav:lv lim:li lin:ln lit:lt ltz:lb lub:lu lug:lg lvs:lv mac:mk
+    mah:mh mal:ml mao:mi mar:mr may:ms mkd:mk mlg:mg mlt:mt mol:ro mon:mn mri:mi msa:ms mya:my nau:na nav:nv nbl:nr
+    nde:nd ndo:ng nep:ne nld:nl nno:nn nob:nb nor:no npi:ne nya:ny oci:oc ojg:oj oji:oj ori:or orm:om ory:or oss:os
+    pan:pa pbt:ps pbu:ps per:fa pes:fa pli:pi plt:mg pol:pl por:pt prp:gu prs:fa pus:ps que:qu quy:qu quz:qu roh:rm
+    ron:ro rum:ro run:rn rus:ru sag:sg san:sa scc:sr scr:hr sin:si slk:sk slo:sk slv:sl sme:se smo:sm sna:sn snd:sd
+    som:so sot:st spa:es sqi:sq srd:sc srp:sr ssw:ss sun:su swa:sw swe:sv swh:sw tah:ty tam:ta tat:tt tel:te tgk:tg
+    tgl:tl tha:th tib:bo tir:ti ton:to tsn:tn tso:ts tuk:tk tur:tr twi:ak uig:ug ukr:uk urd:ur uzb:uz uzn:uz ven:ve
+    vie:vi vol:vo wel:cy wln:wa wol:wo xho:xh ydd:yi yid:yi yor:yo yue:zh zha:za zho:zh zsm:ms zul:zu zyb:za
+    """.split()
+)
+CODE = re.compile(r"\s*(>>[^<>\s]+<<)\s*")  # the target language of a source of multilingual Marian models
 OTHER_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that are no language
 
 
@@ -24,15 +47,32 @@ def split_language(text: str | None) -> tuple[str | None, str | None]:
 
 
 def language_code(text: str | None, tokenizer: PreTrainedTokenizerBase | None = None) -> str | None:
-    """The two-letter language (`de`) of an option or of a tokenizer's target; `None` if neither names one."""
+    """The two-letter language (`de`) of an option or of a tokenizer's target; `None` if neither names one.
+
+    Codes of three letters, such as NLLB's `deu_Latn`, become the code of two letters.
+    """
     for name in (
         split_language(text)[1],
         getattr(tokenizer, "target_lang", None),
         getattr(tokenizer, "tgt_lang", None),
     ):
-        if found := re.fullmatch(r"([a-z]{2})([_-].*)?", name or ""):
-            return found[1]
+        if found := re.fullmatch(r"([a-z]{2,3})([_-].*)?", name or ""):
+            language = found[1] if len(found[1]) == 2 else ISO_639.get(found[1])
+            if language:
+                return language
     return None
+
+
+def split_code(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Split a text into the code of the target language that it begins with, as a prefix, and the rest.
+
+    Multilingual Marian models translate into the language whose token the source begins with: `>>spa<< Hund`. Without
+    a code that the tokenizer has, the prefix is empty.
+    """
+    found = re.match(CODE, text)
+    if not found or tokenizer.convert_tokens_to_ids(found[1]) in (None, tokenizer.unk_token_id):
+        return "", text
+    return f"{found[1]} ", text[found.end() :]
 
 
 def split_prefix(text: str) -> tuple[str, str]:
@@ -61,27 +101,54 @@ def task_prefixes(config: object) -> dict[str, str]:
     return {name: prefix for name, prefix in found.items() if prefix and isinstance(prefix, str)}
 
 
-def add_prefix(config: object, source: str, target: str | None) -> str:
+def code_prefix(tokenizer: PreTrainedTokenizerBase | None, target: str | None) -> str:
+    """`>>spa<< ` for the target `spa` of a multilingual Marian tokenizer that has this code, else ""."""
+    token = f">>{split_language(target)[1]}<< "
+    return token if tokenizer is not None and target and split_code(token, tokenizer)[0] else ""
+
+
+def put_prefix(prefix: str, text: str, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """A text behind a prefix, unless it begins with the prefix or with a code of another target language."""
+    has_code = prefix.startswith(">>") and re.match(CODE, text)
+    return text if text.startswith(prefix) or has_code else prefix + text
+
+
+def add_prefix(
+    config: object, source: str, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
     """`source` unchanged if it contains a prefix, otherwise with the prefix of the configuration for the two
-    languages.
+    languages, or with the code of the target language that a multilingual Marian `tokenizer` has.
     """
     if split_prefix(source)[1]:
         return source
     column, goal = split_language(source)[0], split_language(target)[0]
-    prefix = task_prefixes(config).get(f"translation_{column}_to_{goal}")
-    return f"{column}={prefix}" if prefix else source
+    prefix = code_prefix(tokenizer, target) or task_prefixes(config).get(f"translation_{column}_to_{goal}")
+    return f"{column or ''}={prefix}" if prefix else source
 
 
-def find_prefixes(config: object, source: str | None, target: str | None) -> list[str]:
-    """Prefixes of sources: that of the two languages if they are given, otherwise those of every task; at least ""."""
-    prefix = split_prefix(add_prefix(config, source, target))[1] if source else ""
-    return [prefix] if prefix else list(task_prefixes(config).values()) or [""]
+def find_prefixes(
+    config: object, source: str | None, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[str]:
+    """Prefixes of sources: that of the two languages if they are given, otherwise those of every task, or the codes of
+    every target language; at least "".
+    """
+    prefix = split_prefix(add_prefix(config, source or "", target, tokenizer))[1]
+    codes = [f"{code} " for code in getattr(tokenizer, "supported_language_codes", ())]
+    return [prefix] if prefix else list(task_prefixes(config).values()) or codes or [""]
 
 
-def choose_prefix(config: object, source: str | None, target: str | None, *, name: str, columns: bool = True) -> str:
+def choose_prefix(
+    config: object,
+    source: str | None,
+    target: str | None,
+    *,
+    name: str,
+    columns: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> str:
     """Prefix of every source: that of the two languages; without languages the only one."""
     prefixes = task_prefixes(config)
-    prefix = split_prefix(add_prefix(config, source or "", target))[1]
+    prefix = split_prefix(add_prefix(config, source or "", target, tokenizer))[1]
     if prefix or not prefixes or (columns and source):
         return prefix
     known = ", ".join(prefixes)
@@ -99,9 +166,15 @@ def choose_prefix(config: object, source: str | None, target: str | None, *, nam
     return ""
 
 
-def keep_prefix(config: Any, source: str | None, target: str | None) -> None:
-    """Write a prefix that is given into `task_specific_params`, where `add_prefix` finds it."""
+def keep_prefix(
+    config: Any, source: str | None, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Write a prefix that is given, or the code of the target language, into `task_specific_params`, where
+    `add_prefix` finds it.
+    """
     (column, prefix), goal = split_prefix(source or ""), split_language(target)[0]
+    prefix = prefix or code_prefix(tokenizer, target)
+    column = column or getattr(tokenizer, "source_lang", None) or "source"
     if prefix and goal:
         tasks = dict(getattr(config, "task_specific_params", None) or {})
         config.task_specific_params = tasks | {f"translation_{column}_to_{goal}": {"prefix": prefix}}
@@ -109,13 +182,14 @@ def keep_prefix(config: Any, source: str | None, target: str | None) -> None:
 
 def set_language_codes(
     tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None, *, columns: bool = True
-) -> int | None:
-    """Set the language codes of a multilingual tokenizer, and return the first token of a translation.
+) -> dict[str, int | None] | None:
+    """Set the language codes of a multilingual tokenizer, and return the first token of a translation: `first_token`.
 
     Args:
         source, target: codes as the tokenizer has them, such as `de_DE` (mBART-50), `deu_Latn` (NLLB) or `de`
             (M2M100), or `COLUMN=CODE`. Without either nothing is done, and `None` returned. So it is where a plain
-            name can be a column alone: the tokenizer has one pair of languages, or its pair was set before.
+            name can be a column alone: the tokenizer has one pair of languages, or its pair was set before. Nor is
+            anything done for a code that stands in the sources (`code_prefix`).
         columns: whether plain names can be columns. Otherwise they are languages, which the tokenizer must have.
 
     Raises:
@@ -127,17 +201,21 @@ def set_language_codes(
         source = split_prefix(source)[0]
     explicit = "=" in f"{source}{target}"
     if not hasattr(tokenizer, "src_lang"):
-        if explicit:
+        own = [getattr(tokenizer, side, None) for side in ("source_lang", "target_lang")]
+        if code_prefix(tokenizer, target):
+            target, source = own[1], source if columns else split_language(source)[1]
+        elif explicit:
             raise ValueError(
                 f"source_lang and target_lang are {source!r} and {target!r}, but codes go with a multilingual "
                 "tokenizer only: give columns alone, or before = that of the source and behind it a prefix that ends "
                 "with a space"
             )
-        own = [getattr(tokenizer, side, None) for side in ("source_lang", "target_lang")]
         if not columns and all(own) and [source or own[0], target or own[1]] != own:
+            goals = ", ".join(code.strip("<>") for code in getattr(tokenizer, "supported_language_codes", ()))
+            remedy = f"give one of its target languages ({goals})" if goals else "remove both"
             raise ValueError(
                 f"the languages {source or own[0]!r} and {target or own[1]!r} are asked for, but "
-                f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: remove both"
+                f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: {remedy}"
             )
         return None
     token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens
@@ -156,7 +234,35 @@ def set_language_codes(
                 f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)"
             )
     tokenizer.src_lang, tokenizer.tgt_lang = codes["source_lang"], codes["target_lang"]
-    return tokenizer.convert_tokens_to_ids(token_of.get(tokenizer.tgt_lang, tokenizer.tgt_lang))
+    return first_token(tokenizer)
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Options of `generate()` by which a translation begins in the target language of a multilingual tokenizer.
+
+    The tokenizer's format decides. A code behind the end token (mBART-25) is the token that decoding starts from. A
+    code before the text (mBART-50, NLLB, M2M100) is the first token that is generated.
+    """
+    token = getattr(tokenizer, "lang_code_to_token", {}).get(tokenizer.tgt_lang, tokenizer.tgt_lang)
+    number = tokenizer.convert_tokens_to_ids(token)
+    is_behind = not getattr(tokenizer, "prefix_tokens", True) and not getattr(tokenizer, "legacy_behaviour", False)
+    if is_behind:
+        return {"decoder_start_token_id": number, "forced_bos_token_id": None}
+    return {"forced_bos_token_id": number}
+
+
+def begin_with(model: PreTrainedModel, first: dict[str, int | None] | None) -> None:
+    """Let the translations of a model, and the targets that it is trained with, begin as of `first_token`."""
+    for name, number in (first or {}).items():
+        setattr(model.generation_config, name, number)
+        if name == "decoder_start_token_id":
+            model.config.decoder_start_token_id = number
+
+
+def first_token_of(model: PreTrainedModel) -> dict[str, int | None]:
+    """Options of `generate()` by which the translations of a model begin, as of `first_token`."""
+    own = model.generation_config
+    return {name: getattr(own, name) for name in ("decoder_start_token_id", "forced_bos_token_id")}
 
 
 def set_languages(
@@ -168,6 +274,4 @@ def set_languages(
     columns: bool = True,
 ) -> None:
     """As `set_language_codes`, and let the model's translations begin in the target language."""
-    first = set_language_codes(tokenizer, source, target, columns=columns)
-    if first is not None:
-        model.generation_config.forced_bos_token_id = first
+    begin_with(model, set_language_codes(tokenizer, source, target, columns=columns))

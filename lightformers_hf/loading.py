@@ -104,7 +104,7 @@ def printable_name(name: str | os.PathLike) -> str:
 
 def is_export(name: str | os.PathLike) -> bool:
     """Whether a folder was written by `lightformers export`."""
-    return Path(name, EXPORT_FILE).is_file()
+    return Path(os.path.expanduser(name), EXPORT_FILE).is_file()
 
 
 def check_no_export(name: str | os.PathLike) -> None:
@@ -471,6 +471,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
         ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer, a weight that
             is NaN or infinite; else as `from_pretrained`.
     """
+    name = os.path.expanduser(name)
     if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise no_tokenizer(name)  # transformers would make one of nothing
     try:
@@ -480,6 +481,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
                 check_config(loaded, name)
             if isinstance(loaded, PreTrainedTokenizerBase):
                 check_tokenizer(loaded, name)
+                loaded.padding_side = "right"  # of the positions of an encoder, as in its training
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             if isinstance(model, PreTrainedModel):
                 for tensor_name, tensor in model.state_dict().items():

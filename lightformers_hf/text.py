@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import explain_unwritable, write_whole
-from .languages import split_language, split_prefix
+from .languages import put_prefix, split_language, split_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -72,7 +72,7 @@ def load_parallel(
     (source, prefix), target = split_prefix(source), split_language(target)[0] or ""
     pairs = load_rows(data, split=split, first=max_samples)
     pairs = select_texts(pairs, data, source, target)
-    return pairs.map(lambda pair: {"source": prefix + pair["source"]}) if prefix else pairs
+    return pairs.map(lambda pair: {"source": put_prefix(prefix, pair["source"])}) if prefix else pairs
 
 
 def take_rows(rows: Dataset, max_samples: int | None) -> Dataset:
@@ -98,7 +98,7 @@ def load_text(
     rows = load_rows(data, split=split)
     first, second, prefix = find_texts(rows, data, source=source, target=target, default=default)
     texts = select_texts(rows, data, first, second)
-    return texts.map(lambda row: {"source": prefix + row["source"]}) if prefix else texts
+    return texts.map(lambda row: {"source": put_prefix(prefix, row["source"])}) if prefix else texts
 
 
 def find_texts(
@@ -111,7 +111,8 @@ def find_texts(
     column, prefix = split_prefix(source or default[0])
     if rows.column_names == ["text"] and all(suffix_of(file) == ".txt" for file in find_files(data) or [""]):
         return "text", None, prefix
-    source, names = column if source else None, (column, target or default[1])
+    target = split_language(target)[0]
+    source, names = column if source else None, (column, target or split_language(default[1])[0])
     rows = _find_languages(rows, names)
     single = len(rows.column_names) == 1
     alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)

@@ -135,6 +135,24 @@ def tiny_mbart50(tmp_path_factory, parallel_sentences) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_mbart25(tmp_path_factory, parallel_sentences) -> Path:
+    """As `tiny_mbart50`, with an `MBartTokenizer`, whose codes stand behind the text."""
+    from transformers import MBartConfig, MBartForConditionalGeneration, MBartTokenizer, set_seed
+
+    folder = tmp_path_factory.mktemp("tiny-mbart25")
+    words = sorted({f"▁{word}" for pair in parallel_sentences for text in pair.values() for word in text.split()})
+    vocab = [(token, -1.0 - i) for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])]
+    tokenizer = MBartTokenizer(vocab=vocab, src_lang="en_XX", tgt_lang="ro_RO")
+    fields = sizes(16, ffn=16, max_position_embeddings=64, vocab_size=len(tokenizer))
+    first = tokenizer.convert_tokens_to_ids("ro_RO")
+    set_seed(0)
+    config = MBartConfig(**fields, init_std=0.5, decoder_start_token_id=first)
+    MBartForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def warm_server(tmp_path_factory):
     """The program that stands in Python's place, with a server behind it: see `warm`."""
     folder = tmp_path_factory.mktemp("warm")

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightformers_hf import translate
 from lightformers_hf.engines import Engine
 from lightformers_hf.evaluation.translate import load_translator
-from lightformers_hf.languages import split_language
+from lightformers_hf.languages import put_prefix, split_language
 from lightformers_hf.loading import is_export
 
 CHUNK = 2048  # texts that are sorted by length together, and written together
@@ -100,7 +100,7 @@ def distill(options: dict, sources: list[str], output: Path, columns: tuple[str,
         for start in range(done, len(sources), CHUNK):
             texts = sources[start : start + CHUNK]
             size, generation = options["batch_size"], options["generation"]
-            told = [prefix + text if text.strip() else text for text in texts]
+            told = [put_prefix(prefix, text) if text.strip() else text for text in texts]
             outputs = translate(told, model, tokenizer, batch_size=size, split=False, progress=bar, **generation)
             for pair in zip(texts, outputs, strict=True):
                 row = {"translation": dict(zip(columns, pair, strict=True))}

@@ -189,6 +189,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
     set_seed(args.seed)
     tokenizer = load_tokenizer(model_args)
+    tokenizer.padding_side = tokenizer.init_kwargs.get("padding_side", "right")  # a decoder may have its own
     model = build_model(model_args, tokenizer, AutoModelForCausalLM)
     check_model(model, tokenizer, data_args.block_size)
 

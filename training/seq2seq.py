@@ -161,12 +161,14 @@ def run(
     reads = [model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name, distillation.teacher]
     checkpoint = check_output(args, reads)
     source, target = task.columns
+    tokenizer = load_tokenizer(model_args)
     if data_args.source_prefix:
         if split_prefix(source)[1]:
             raise ValueError(f"source_lang is {source!r}, which has a prefix: remove --source-prefix.")
         source = f"{source}={data_args.source_prefix.rstrip()} "
     elif model_args.model_name_or_path:
-        source = add_prefix(load_pretrained(AutoConfig, model_args.model_name_or_path), source, target)
+        config = load_pretrained(AutoConfig, model_args.model_name_or_path)
+        source = add_prefix(config, source, getattr(data_args, "target_lang", target), tokenizer)
     parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
@@ -184,7 +186,6 @@ def run(
     if best_by in METRICS:
         args.greater_is_better = METRICS[best_by].higher_is_better
     set_seed(args.seed)
-    tokenizer = load_tokenizer(model_args)
     model = build_model(model_args, tokenizer, AutoModelForSeq2SeqLM)
     check_positions(
         model, max_source_length=data_args.max_source_length, max_target_length=data_args.max_target_length

@@ -145,7 +145,7 @@ def sample_pairs(
     data, samples = options.calibration, options.calibration_samples
     source, target = options.columns
     first, second = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
-    first = add_prefix(config, options.source_lang or first, target or second)
+    first = add_prefix(config, options.source_lang or first, options.target_lang or second, tokenizer)
     corpus = Corpus(data, source=first if source else None, target=target, default=(first, second))
     seed = study.calibration_seed
     if samples is None:
@@ -176,7 +176,7 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
     limit = position_limit(model.config) or LONGEST
     number, size = (samples, BATCH) if samples else default_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
-    prefixes = find_prefixes(model.config, *teacher.languages)
+    prefixes = find_prefixes(model.config, *teacher.languages, tokenizer)
     shares = [sources[start : start + size] for start in range(0, number, size)]
     # Random tokens may have translations without end.
     most = [min(2 * max(map(len, some)), limit - 1) for some in shares]
@@ -229,7 +229,7 @@ def random_texts(
 ) -> list[str]:
     """Random sources as texts, after the prefixes of the model for `languages`, in turn."""
     sources = random_sources(tokenizer, config, number, seed, name=name)
-    return _decoded(sources, tokenizer, find_prefixes(config, *languages))
+    return _decoded(sources, tokenizer, find_prefixes(config, *languages, tokenizer))
 
 
 def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str]) -> list[Batch]:

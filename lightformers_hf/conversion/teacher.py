@@ -76,7 +76,6 @@ class Teacher:
             self.config = self.family.fit_weights(self.family.own_config(self.source_config), self.reader)
             if self.config.dtype is None and (stored := self.reader.main_dtype()) in WEIGHT_TYPES:
                 self.config.dtype = stored  # in which transformers loads it, too
-            keep_prefix(self.config, *languages)
             self.model_class = getattr(
                 models, architecture or self.family.architectures[0], models.LightFormerForConditionalGeneration
             )
@@ -90,6 +89,9 @@ class Teacher:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         # The token that translations begin with. Wrong languages end it here.
         self._first_token = set_language_codes(self.tokenizer(), *languages) if any(languages) else None
+        keep_prefix(self.config, *languages, self._tokenizer)
+        if start := (self._first_token or {}).get("decoder_start_token_id"):
+            self.config.decoder_start_token_id = start
         self.kept: KeptTokens | None = None
         self._rows: dict[str, tuple[int, Tensor]] = {}
         self._changed: dict[str, Tensor] = {}
@@ -264,8 +266,8 @@ class Teacher:
             said = transformers.PreTrainedConfig.get_config_dict(self.folder)[0]
             for name in vars(config).keys() & said.keys() - {"transformers_version"}:
                 setattr(config, name, said[name])
-        if self._first_token is not None:
-            config.forced_bos_token_id = self._first_token
+        for name, number in (self._first_token or {}).items():
+            setattr(config, name, number)
         if self.kept is not None:
             renumber_generation(config, self.kept.target)
         else:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from sentencex import segment
@@ -22,7 +26,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
 from ..in_memory import AnyModel
-from ..languages import language_code
+from ..languages import (
+    choose_prefix,
+    code_prefix,
+    language_code,
+    set_language_codes,
+    split_code,
+    split_prefix,
+)
 from ..loading import DAMAGED, is_out_of_memory, load_network, load_pretrained, position_limit
 from ..processors import use_threads
 from ..text import check_known
@@ -65,10 +76,14 @@ class Engine:
         Raises:
             ValueError: the engine was made from a loaded model, and has no tokenizer.
         """
+        return translate_texts(texts, self, self.tokenizer, **options)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the folder, which is read once."""
         if self.folder is None:
             raise ValueError("the engine has no tokenizer: call lightformers_hf.translate(texts, engine, tokenizer)")
-        tokenizer = load_pretrained(AutoTokenizer, self.folder)
-        return translate_texts(texts, self, tokenizer, **{"prefix": self.prefix, **options})
+        return load_pretrained(AutoTokenizer, self.folder)
 
     def generate(
         self,
@@ -127,7 +142,8 @@ class Engine:
 def wrap_network(network: PreTrainedModel, threads: int = 1, folder: str | os.PathLike | None = None) -> Engine:
     """A model of transformers as an engine that computes with so many cores."""
     search, limit = Search.of(network.generation_config), position_limit(network.config)
-    return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, limit, folder=folder)
+    prefix = choose_prefix(network.config, None, None, name=str(folder)) if folder else ""
+    return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, limit, prefix, folder)
 
 
 @renamed_arguments(folder="model")
@@ -149,7 +165,7 @@ def load_engine(model: AnyModel, threads: int = 1) -> Engine:
     """
     if isinstance(model, PreTrainedModel):
         return wrap_network(model, threads)
-    folder = Path(model)
+    folder = Path(os.path.expanduser(model))
     description = read_json(folder / EXPORT_FILE)
     if not description:
         return wrap_network(load_network(model), threads, model)
@@ -193,10 +209,15 @@ class TransformersModel:
         return [log_p[row, range(len(ids)), ids].tolist() for row, ids in enumerate(labels)]
 
     def _pad(self, batch: list[list[int]]) -> dict[str, Tensor]:
-        width = max(map(len, batch))
-        ids = [sentence + [self.search.pad] * (width - len(sentence)) for sentence in batch]
-        mask = [[1] * len(sentence) + [0] * (width - len(sentence)) for sentence in batch]
-        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        return pad_right(batch, self.search.pad, self.network.device)
+
+
+def pad_right(batch: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` (B, S) of sentences, filled up on the right, where encoders expect padding."""
+    width = max(map(len, batch))
+    ids = [[*sentence, *[pad] * (width - len(sentence))] for sentence in batch]
+    mask = [[1] * len(sentence) + [0] * (width - len(sentence)) for sentence in batch]
+    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
 
 # --- Texts, split to the positions of a model
@@ -212,7 +233,8 @@ def longest_input(model: PreTrainedModel | PreTrainedConfig | Engine, tokenizer:
 class SplitText:
     """A text as pieces that a model translates one by one."""
 
-    pieces: list[str]  # together they are the text
+    pieces: list[str]  # together they are the text, without codes of a language
+    prefixes: list[str]  # what stands before each piece, at first
     ids: dict[int, list[int]]  # {place of a piece: its token ids}, less pieces of spaces
     cut: int = 0  # sentences that were too long for the model
 
@@ -242,44 +264,65 @@ def split_texts(
 ) -> list[SplitText]:
     """Split texts into sentences, and sentences of more than `limit` tokens at the mark or space nearest their middle.
 
-    A `prefix` stands before every sentence that does not begin with it. If `split` is `False`, no text is split, and
-    what is beyond `limit` tokens is cut; `None`: as of `is_translator`.
+    A `prefix` stands before every sentence that does not begin with it. Instead of it, a code of the target language
+    (`>>spa<<`) that a line begins with stands before every sentence of the line, and of the next lines without a code.
+    If `split` is `False`, no text is split, and what is beyond `limit` tokens is cut; `None`: as of `is_translator`.
     """
     split = is_translator(tokenizer, prefix) if split is None else split
     named = (getattr(tokenizer, name, None) for name in SOURCE_LANGUAGES)
     language = next(filter(None, map(language_code, filter(None, named))), "en")
-    texts = [text.removeprefix(prefix) for text in texts]
-    found = [SplitText(_sentences(text, language) if split and text.strip() else [text], {}) for text in texts]
+    found = [_split(text.removeprefix(prefix), tokenizer, prefix, language if split else None) for text in texts]
     places = [(text, place) for text in found for place, piece in enumerate(text.pieces) if piece.strip()]
 
-    def tokenize(pieces: list[str]) -> list[list[int]]:
-        return tokenizer([prefix + piece for piece in pieces], verbose=False)["input_ids"] if pieces else []
+    def tokenize(sources: list[str]) -> list[list[int]]:
+        # Without truncation or padding: a fast tokenizer keeps both as a state that other threads would see.
+        return tokenizer(sources, verbose=False)["input_ids"] if sources else []
 
-    for (text, place), ids in zip(places, tokenize([text.pieces[place] for text, place in places]), strict=True):
+    sources = [text.prefixes[place] + text.pieces[place] for text, place in places]
+    for (text, place), ids in zip(places, tokenize(sources), strict=True):
         text.ids[place] = ids
 
-    def fit(piece: str, ids: list[int]) -> Iterator[tuple[str, list[int]]]:
+    def fit(piece: str, ids: list[int], prefix: str) -> Iterator[tuple[str, list[int]]]:
         halves = _halve(piece) if split and len(ids) > limit else []
         if len(ids) > limit and not halves:
-            ids = tokenizer(prefix + piece, truncation=True, max_length=limit)["input_ids"]
+            ids = cut_tokens(prefix + piece, ids, tokenizer, limit)
         if not halves:
             yield piece, ids
-        for half, its in zip(halves, tokenize(halves), strict=True):
-            yield from fit(half, its)
+        for half, its in zip(halves, tokenize([prefix + half for half in halves]), strict=True):
+            yield from fit(half, its, prefix)
 
     for text in found:
         text.cut = sum(len(ids) > limit for ids in text.ids.values())
         if text.cut:
-            parts = [part for place, piece in enumerate(text.pieces) for part in fit(piece, text.ids.get(place, []))]
+            pieces = enumerate(zip(text.pieces, text.prefixes, strict=True))
+            parts = [part for place, (piece, own) in pieces for part in fit(piece, text.ids.get(place, []), own)]
             text.pieces = [piece for piece, _ in parts]
             text.ids = {place: ids for place, (piece, ids) in enumerate(parts) if piece.strip()}
     return found
 
 
-def _sentences(text: str, language: str) -> list[str]:
-    """The sentences of every line with the spaces behind them; line breaks stand alone."""
-    lines = re.split(r"([\r\n]+)", text)
-    return [piece for line in lines if line for piece in (segment(language, line) if line.strip() else [line])]
+def _split(text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, language: str | None) -> SplitText:
+    """The sentences of every line with their prefixes, or, without a language, the whole text as one piece."""
+    pieces: list[str] = []
+    prefixes: list[str] = []
+    for line in re.split(r"([\r\n]+)", text) if language else [text]:
+        code, line = split_code(line, tokenizer)
+        prefix = code or prefix
+        sentences = segment(language, line) if language and line.strip() else [line]
+        found = [sentence for sentence in sentences if sentence] or [""] * (not language)
+        pieces += found
+        prefixes += [prefix] * len(found)
+    return SplitText(pieces or [""], prefixes or [prefix], {})
+
+
+def cut_tokens(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
+    """The token ids of a text, cut to `limit` as by `truncation=True`: special tokens stay, at both ends."""
+    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    others = len(ids) - len(body)
+    first = next((place for place in range(others + 1) if ids[place : place + len(body)] == body), 0)
+    keep = max(limit - others, 0)
+    kept = body[len(body) - keep :] if tokenizer.truncation_side == "left" else body[:keep]
+    return ids[:first] + kept + ids[first + len(body) :]
 
 
 def _halve(piece: str) -> list[str]:
@@ -304,14 +347,16 @@ def translate_texts(
     split: bool | None = None,
     progress: bool | tqdm = False,
     check: bool = True,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
     **generation: Any,
 ) -> list[str]:
     """As `lightformers_hf.translate`, with a model and its tokenizer."""
-    if isinstance(texts, str):
-        raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
-    texts = list(texts)
-    if others := [type(text).__name__ for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"the texts contain a {others[0]}: expected strings, such as one column of a data set")
+    texts = check_texts(texts)
+    prefix = prefix or (model.prefix if isinstance(model, Engine) else "")
+    if source_lang or target_lang:
+        tokenizer, prefix, first = tell_languages(model, tokenizer, source_lang, target_lang, prefix)
+        generation = first | generation
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
@@ -351,6 +396,60 @@ def translate_texts(
     return [text.join(output) for text, output in zip(found, outputs, strict=True)]
 
 
+_COPIES: WeakKeyDictionary[PreTrainedTokenizerBase, dict] = WeakKeyDictionary()
+_COPYING = threading.Lock()
+
+
+def tell_languages(
+    model: PreTrainedModel | Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | None,
+    target: str | None,
+    prefix: str,
+) -> tuple[PreTrainedTokenizerBase, str, dict[str, Any]]:
+    """A copy of a tokenizer for two languages, the prefix of every source, and options of `generate()`.
+
+    Nothing that is given is changed, because other threads may use it. Of a tokenizer there is one copy for two
+    languages.
+    """
+    key = (source, target, len(tokenizer))
+    with _COPYING:
+        copies = _COPIES.setdefault(tokenizer, {})
+        if key not in copies:
+            told = copy.deepcopy(tokenizer)
+            copies[key] = told, set_language_codes(told, source, target, columns=False)
+    told, first = copies[key]
+    if isinstance(model, Engine):
+        check_first_token(model, first, target)
+        return told, split_prefix(source or "")[1] or code_prefix(told, target) or prefix, {}
+    options: dict[str, Any] = {"name": tokenizer.name_or_path, "columns": False, "tokenizer": told}
+    return told, choose_prefix(model.config, source, target, **options) or prefix, first or {}
+
+
+def check_first_token(engine: Engine, first: Mapping[str, int | None] | None, target: str | None) -> None:
+    """Raise `ValueError` where an engine's translations do not begin as of `languages.first_token`."""
+    own = {"forced_bos_token_id": engine.search.forced_start, "decoder_start_token_id": engine.search.start}
+    if first and any(own[name] != number for name, number in first.items()):
+        name = engine.folder or "the model"
+        raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint")
+
+
+def check_texts(texts: Iterable[str]) -> list[str]:
+    """The texts as a list. Raises `ValueError` for what is no list of strings."""
+    if isinstance(texts, str):
+        raise ValueError("the texts are one string, whose letters would be translated: give a list, such as [text]")
+    if isinstance(texts, Mapping) or hasattr(texts, "columns"):  # a data frame
+        name = next(iter(texts.keys() if isinstance(texts, Mapping) else texts.columns), "text")
+        raise ValueError(
+            f"the texts are a {type(texts).__name__}, whose names would be translated: give one column as a list of "
+            f"strings, such as list(texts[{name!r}])"
+        )
+    texts = list(texts)
+    if others := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"the texts contain a {others[0]}: expected strings, such as one column of a data set")
+    return texts
+
+
 def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> None:
     """Raise `ValueError` if arguments exceed a network's positions or tokens, or make several outputs of a text."""
     own = model.generation_config
@@ -382,7 +481,8 @@ def _generate(
         return model.generate(batch, **generation)
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
         generation = {"max_length": None} | generation
-    padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt", verbose=False).to(model.device)
+    pad = next((one for one in (tokenizer.pad_token_id, model.generation_config.pad_token_id) if one is not None), 0)
+    padded = pad_right(batch, pad, model.device)
     try:
         return model.generate(**padded, **ONE_OUTPUT | generation)
     except DAMAGED as error:

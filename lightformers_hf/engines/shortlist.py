@@ -18,7 +18,7 @@ import torch
 from sacrebleu import CHRF
 
 from ..files import read_json
-from ..languages import add_prefix, split_prefix
+from ..languages import add_prefix, put_prefix, split_prefix
 from ..loading import position_limit, printable_name
 from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
 from .search import Search
@@ -280,7 +280,7 @@ def read_pairs(
         )
     named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
     first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
-    first, prefix = split_prefix(add_prefix(source.model.config, first, second))
+    first, prefix = split_prefix(add_prefix(source.model.config, first, second, source.tokenizer))
     references: list[str] | None = None
     if is_lines(text):
         lines = load_lines(Path(text))
@@ -300,7 +300,7 @@ def read_pairs(
     if len(kept) < FEWEST:
         held = f"{len(kept)} sentence{'s' * (len(kept) != 1)}"
         raise ValueError(f"shortlist {text} holds {held}: give thousands like those to be translated")
-    prefixed = [prefix + sources[index] for index in kept]
+    prefixed = [put_prefix(prefix, sources[index]) for index in kept]
     return prefixed, None if references is None else [references[index] for index in kept]
 
 

@@ -185,7 +185,7 @@ def export(
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(temporary)
             tokenizer_report = write_tokenizer_file(source.tokenizer, temporary)
-        prefixes = find_prefixes(source.model.config, source_lang, target_lang)
+        prefixes = find_prefixes(source.model.config, source_lang, target_lang, source.tokenizer)
         prefix = prefixes[0] if len(prefixes) == 1 else ""
         if hasattr(engine, "write_config"):
             engine.write_config(source, temporary, prefix)

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..engines import CHECKPOINTS, Engine, deployment_names, export, load_engine, load_engine_file, split_deployment
 from ..engines.engine import longest_input
 from ..files import as_kind
-from ..languages import language_code, set_language_codes
+from ..languages import begin_with, language_code, set_language_codes
 from ..loading import load_network, load_pretrained, weight_bytes
 from ..results import Result
 from ..text import load_parallel
@@ -284,7 +284,7 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
         if first is not None:
             copies[label] = str(work / f"told-{len(copies)}")
             network = load_network(names[label])
-            network.generation_config.forced_bos_token_id = first
+            begin_with(network, first)
             stored = load_pretrained(AutoConfig, names[label]).dtype or torch.float32
             network.to(stored).save_pretrained(copies[label])  # as large as it is
             tokenizers[label].save_pretrained(copies[label])

@@ -17,7 +17,7 @@ from ..deprecated import warn_renamed
 from ..engines import Engine
 from ..files import EXPORT_FILE, REPORT_FILE, read_json
 from ..in_memory import AnyModel, model_name, on_disk
-from ..languages import add_prefix, language_code, split_language, split_prefix
+from ..languages import add_prefix, first_token_of, language_code, split_language, split_prefix
 from ..loading import (
     load_pair,
     load_pretrained,
@@ -270,7 +270,7 @@ def _measure_speed(
         network.to("cpu")
     speeds = tokens_per_second(loaded, sentences, runs=runs, progress=progress, **generation)
     for role, one in measured.items():
-        first = {"forced_bos_token_id": loaded[role][0].generation_config.forced_bos_token_id}
+        first = first_token_of(loaded[role][0])
         one.memory_bytes, one.libraries_bytes = translation_memory(
             places[role], sentences[:MEMORY_SENTENCES], **first | generation
         )
@@ -317,4 +317,4 @@ def choose_columns(
         )
     if isinstance(model, Engine) and model.prefix and not split_prefix(source)[1]:
         return f"{source}={model.prefix}", target
-    return add_prefix(getattr(model, "config", model), source, target), target
+    return add_prefix(getattr(model, "config", model), source, target, tokenizer), target

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..engines.engine import Engine, load_engine, translate_texts
-from ..languages import choose_prefix, set_language_codes, split_prefix
+from ..engines.engine import Engine, check_first_token, load_engine, translate_texts
+from ..languages import choose_prefix, code_prefix, set_language_codes, split_prefix
 from ..loading import is_export, load_model, load_pretrained
 
 if TYPE_CHECKING:
@@ -42,15 +42,16 @@ def load_translator(
         ValueError: the engine is not installed, or the device is not the CPU; languages that the model does not
             support, or for which it was not exported.
     """
+    name = os.path.expanduser(name)
     if not is_export(name):
         model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
-        return model, tokenizer, choose_prefix(model.config, source, target, name=str(name), columns=columns)
+        options: dict[str, Any] = {"name": str(name), "columns": columns, "tokenizer": tokenizer}
+        return model, tokenizer, choose_prefix(model.config, source, target, **options)
     if str(device) != "cpu":
         raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
     engine, tokenizer = load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
-    if set_language_codes(tokenizer, source, target, columns=columns) not in (None, engine.search.forced_start):
-        raise ValueError(f"{name} was exported for another target language than {target}: give its checkpoint")
-    return engine, tokenizer, split_prefix(source or "")[1] or engine.prefix
+    check_first_token(engine, set_language_codes(tokenizer, source, target, columns=columns), target)
+    return engine, tokenizer, split_prefix(source or "")[1] or code_prefix(tokenizer, target) or engine.prefix
 
 
 def translate(
@@ -78,7 +79,8 @@ def translate(
         model: a sequence-to-sequence model or an exported one (`load_engine`), or the folder or Hub name of either
             (its tokenizer then comes with it).
         tokenizer: the model's tokenizer; needed with a model object.
-        source_lang, target_lang: language codes of a multilingual checkpoint; `None`: its own.
+        source_lang, target_lang: languages of a multilingual checkpoint, `None`: its own. Those of a model object and
+            its tokenizer stay as they are.
         device: device for a checkpoint that is given by its name.
         prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
             where the model is a name.
@@ -108,7 +110,9 @@ def translate(
         tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
+        source_lang = target_lang = None  # they are set
     options: dict[str, Any] = {"batch_size": batch_size, "prefix": prefix, "split": split, "check": check}
+    options |= {"source_lang": source_lang, "target_lang": target_lang}
     return translate_texts(texts, model, tokenizer, progress=progress, **options, **generation)
 
 

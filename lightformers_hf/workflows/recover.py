@@ -57,7 +57,15 @@ from ..files import (
     write_json,
 )
 from ..in_memory import AnyModel, identify, on_disk
-from ..languages import language_code, named_columns, set_languages
+from ..languages import (
+    begin_with,
+    first_token_of,
+    language_code,
+    named_columns,
+    set_languages,
+    split_language,
+    split_prefix,
+)
 from ..loading import (
     build_network,
     check_checkpoint,
@@ -275,7 +283,7 @@ class Run:
                 "first, and the one it was made of as teacher"
             )
         # The compressed model contains its languages, or they are given.
-        self.distiller.generation_config.forced_bos_token_id = self.model.generation_config.forced_bos_token_id
+        begin_with(self.distiller, first_token_of(self.model))
         self.pairs, self.held_out = self.read_data()
         self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
         self.compares_with_teacher = self.one_language and not self.validation
@@ -334,7 +342,8 @@ class Run:
     @cached_property
     def columns(self) -> tuple[str, str]:
         """Texts of pairs; sources have their prefix."""
-        return choose_columns(str(self.light), self.model, self.tokenizer, *named_columns(*self.languages))
+        source, target = choose_columns(str(self.light), self.model, self.tokenizer, *self.languages)
+        return (source if split_prefix(source)[1] else split_language(source)[0]), split_language(target)[0]
 
     @cached_property
     def scored(self) -> ScoredPart:

@@ -188,6 +188,46 @@ def test_codes_that_cannot_be(tiny_mbart50, tmp_path, codes, message):
     assert not (tmp_path / "light").exists()
 
 
+def test_a_shared_model_translates_between_the_languages_of_a_call(tiny_mbart50):
+    """By name, as an object and as an engine; tokenizer and generation configuration stay as they are."""
+    texts, languages = ["Zwei Hunde spielen im Schnee."], {"source_lang": "de_DE", "target_lang": "fr_XX"}
+    options = {"num_beams": 1, "max_new_tokens": 6}
+    wanted = translate(texts, tiny_mbart50, **languages, **options)
+    model, tokenizer = load_model(tiny_mbart50, source="en_XX", target="ro_RO")
+    before = tokenizer.backend_tokenizer.to_str(), vars(tokenizer).copy(), model.generation_config.to_dict()
+    assert translate(texts, model, tokenizer, **languages, **options) == wanted
+    assert translate(texts, model, tokenizer, **options) != wanted
+    assert (tokenizer.backend_tokenizer.to_str(), vars(tokenizer), model.generation_config.to_dict()) == before
+    engine = load_engine(load_model(tiny_mbart50, source="de_DE", target="fr_XX")[0])
+    assert translate(texts, engine, tokenizer, **languages, **options) == wanted
+    with pytest.raises(ValueError, match="for another target language than en_XX"):
+        translate(texts, engine, tokenizer, source_lang="de_DE", target_lang="en_XX")
+
+
+@pytest.mark.parametrize("made", ["model", "light", "ctranslate2", "onnx"])
+def test_decoding_starts_from_a_code_that_stands_behind_the_targets(tiny_mbart25, made, tmp_path):
+    """mBART-25, by the documentation of transformers: `decoder_start_token_id` is the language."""
+    text, options = "Zwei Hunde spielen im Schnee.", {"num_beams": 1, "max_new_tokens": 6}
+    reference = MBartForConditionalGeneration.from_pretrained(tiny_mbart25).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_mbart25, src_lang="de_DE")
+    first = tokenizer.convert_tokens_to_ids("fr_XX")
+    ids = reference.generate(
+        **tokenizer(text, return_tensors="pt"), decoder_start_token_id=first, max_length=None, **options
+    )
+    wanted = [tokenizer.decode(ids[0], skip_special_tokens=True)]
+    if made == "model":
+        assert translate([text], tiny_mbart25, source_lang="de_DE", target_lang="fr_XX", **options) == wanted
+        assert translate([text], tiny_mbart25, source_lang="de_DE", target_lang="en_XX", **options) != wanted
+        return
+    if made == "light":
+        convert(tiny_mbart25, tmp_path / made, pattern={".*": "dense"}, progress=False, **CODES)
+        model, _ = load_model(tmp_path / made)
+        assert (model.config.decoder_start_token_id, first_token(model)) == (first, None)
+    else:
+        export(tiny_mbart25, tmp_path / made, to=made, quantization="float32", **CODES)
+    assert translate([text], tmp_path / made, **options) == wanted
+
+
 def test_codes_that_are_no_tokens(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁a": 4}))
     import sentencepiece
@@ -197,5 +237,5 @@ def test_codes_that_are_no_tokens(tmp_path):
         sentence_iterator=text, model_prefix=str(tmp_path / "spm"), vocab_size=12, minloglevel=2
     )
     tokenizer = M2M100Tokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "spm.model"))
-    assert set_language_codes(tokenizer, "de", "fr") == tokenizer.get_lang_id("fr")
+    assert set_language_codes(tokenizer, "de", "fr") == {"forced_bos_token_id": tokenizer.get_lang_id("fr")}
     assert tokenizer("a")["input_ids"][0] == tokenizer.get_lang_id("de")

@@ -224,7 +224,8 @@ def test_sources_have_the_prefix_that_the_model_is_told_what_to_do_by(text, give
     """That of the command line, or that which the configuration has for the two languages."""
     tasks = {} if given else {"translation_de_to_en": {"prefix": "translate: "}}
     model = SimpleNamespace(config=SimpleNamespace(task_specific_params=tasks))
-    source = SimpleNamespace(model=model, tokenizer=SimpleNamespace())
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda token: None, unk_token_id=None)
+    source = SimpleNamespace(model=model, tokenizer=tokenizer)
     sources, references = read_pairs(source, text, ("de=translate: " if given else "de", "en"))
     assert sources == ["translate: " + german for german in 4 * GERMAN]
     assert references == 4 * ENGLISH

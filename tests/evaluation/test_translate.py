@@ -2,7 +2,10 @@
 
 import copy
 import io
+import re
+from collections import UserDict
 
+import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -20,6 +23,7 @@ from lightformers_hf.engines import load_engine
 from lightformers_hf.engines.engine import split_texts
 from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
+from lightformers_hf.languages import ISO_639
 from lightformers_hf.loading import load_model
 
 OPTIONS = {"num_beams": 1, "max_new_tokens": 30}
@@ -75,6 +79,9 @@ def test_one_string_is_refused(loaded):
     [
         ([None], {}, "contain a NoneType: expected strings"),
         (Dataset.from_dict({"de": ["Hallo"]}), {}, "contain a dict: expected strings, such as one column"),
+        ({"de": "Hallo"}, {}, r"are a dict, whose names .* such as list\(texts\['de'\]\)"),
+        (UserDict(de="Hallo"), {}, r"are a UserDict, whose names .* such as list\(texts\['de'\]\)"),
+        (pandas.DataFrame({"de": ["Hallo"]}), {}, r"are a DataFrame, whose names .* such as list\(texts\['de'\]\)"),
         (["Hallo"], {"num_return_sequences": 2}, "num_return_sequences is 2, but a text has one output"),
         (["Hallo"], {"num_beams": 0}, "num_beams is 0: expected a whole number, 1 or more"),
         (["Hallo"], {"num_beams": "2"}, "num_beams is '2': expected a whole number"),
@@ -86,8 +93,12 @@ def test_what_gives_no_list_of_translations_is_refused(loaded, texts, options, m
         translate(texts, *loaded, **options)
 
 
-def test_a_name_stands_for_its_checkpoint(tiny_marian, loaded, german):
-    assert translate(german, tiny_marian, **OPTIONS) == translate(german, *loaded, **OPTIONS)
+def test_a_name_stands_for_its_checkpoint(tiny_marian, loaded, german, monkeypatch):
+    expected = translate(german, *loaded, **OPTIONS)
+    assert translate(german, tiny_marian, **OPTIONS) == expected
+    monkeypatch.setenv("HOME", str(tiny_marian.parent))
+    name = f"~/{tiny_marian.name}"
+    assert translate(german, name, **OPTIONS) == load_engine(name).translate(german, **OPTIONS) == expected
 
 
 def test_empty_lines_stay_empty_and_do_not_reach_the_model(loaded, german, monkeypatch):
@@ -124,7 +135,9 @@ def test_a_paragraph_is_translated_by_sentences_and_keeps_its_spaces(tiny_marian
     expected = f"{one}  {two}\n\n\t{two} {one}\r\n"
     assert translate([text, first, f" {first}"], *loaded, **OPTIONS) == [expected, one, one]
     assert translate([text], *loaded, split=False, **OPTIONS) != [expected]
-    assert load_engine(tiny_marian).translate([text], **OPTIONS) == [expected]
+    engine = load_engine(tiny_marian)
+    assert engine.tokenizer is engine.tokenizer
+    assert engine.translate([text], **OPTIONS) == [expected]
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         load_engine(loaded[0]).translate([text])
 
@@ -144,6 +157,65 @@ def test_a_sentence_that_is_too_long_is_split_at_punctuation(loaded, german, cap
         (split,) = split_texts([text], tokenizer, 64)
         assert "".join(split.pieces) == text
         assert all(len(ids) <= 64 for ids in split.ids.values())
+
+
+@pytest.mark.parametrize("checkpoint", ["tiny_marian", "tiny_mbart50"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_no_call_changes_the_tokenizer(checkpoint, side, german, request):
+    """Padding and truncation are states of a fast tokenizer, which other threads would see."""
+    model, tokenizer = load_model(request.getfixturevalue(checkpoint))
+    tokenizer.padding_side = tokenizer.truncation_side = side
+    long = " ".join(german * 3)
+    expected = tokenizer(long, truncation=True, max_length=64)["input_ids"]
+    tokenizer("Hund")  # as transformers leaves it
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    before = backend and backend.to_str()
+    (split,) = split_texts([long], tokenizer, 64, split=False)
+    assert split.ids[0] == expected
+    together = translate([long, *german], model, tokenizer, split=False, **OPTIONS)
+    assert [translate([text], model, tokenizer, split=False, **OPTIONS)[0] for text in (long, *german)] == together
+    assert (backend and backend.to_str()) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("de", 2), ("de_DE", 2), ("deu_Latn", 2), ("deu", 2), ("eng_Latn", 3), ("kmb_Latn", 3), (None, 3)],
+)
+def test_sentences_end_by_the_rules_of_the_source_language(loaded, code, expected):
+    tokenizer = copy.copy(loaded[1])
+    tokenizer.source_lang = code
+    (split,) = split_texts(["Am 3. Mai kommt Dr. Berg. Ein Hund läuft."], tokenizer, 64)
+    assert len(split.pieces) == expected
+
+
+def test_language_codes_of_three_letters():
+    aliases = pytest.importorskip("babel.core").get_global("language_aliases")
+    known = {code: alias for code, alias in aliases.items() if code in ISO_639 and re.fullmatch("[a-z]{2}", alias)}
+    assert known == {code: ISO_639[code] for code in known}
+    assert len(known) > 200
+
+
+def test_a_code_of_the_target_language_stands_before_every_sentence_of_its_line(loaded):
+    model, tokenizer = loaded[0], copy.copy(loaded[1])
+    tokenizer.encoder = tokenizer.current_encoder = loaded[1].encoder | {">>spa<<": 7, ">>fra<<": 8}
+    texts = [
+        ">>spa<< Ein Hund. Ein Mann.",
+        " >>fra<< Ein Hund.\n>>spa<< Ein Mann. Zwei.",
+        ">>x<< Ein Hund.",
+        "Zwei.",
+    ]
+    for split, wanted in ((True, [[7, 7], [8, 7, 7], [], []]), (False, [[7], [8], [], []])):
+        found = split_texts(texts, tokenizer, 64, split=split)
+        firsts = [[ids[0] for ids in text.ids.values() if ids[0] in (7, 8)] for text in found]
+        assert firsts == wanted
+        own = split_texts(texts, tokenizer, 64, split=split, prefix=">>fra<< ")
+        assert [ids[0] for text in own[2:] for ids in text.ids.values()] == [8, 8]
+    options = {"split": False, **OPTIONS}
+    one, two = translate([">>spa<< Ein Hund.", ">>spa<< Ein Mann."], model, tokenizer, **options)
+    assert translate(texts[:1], model, tokenizer, **OPTIONS) == [f"{one} {two}"]
+    (split,) = split_texts([">>spa<< " + ", ".join(["Ein Hund"] * 60)], tokenizer, 64)
+    assert [ids[0] for ids in split.ids.values()] == [7] * len(split.pieces)
+    assert len(split.pieces) > 1
 
 
 def test_a_model_without_languages_gets_whole_texts():

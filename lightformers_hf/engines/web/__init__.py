@@ -98,7 +98,7 @@ def export_web(
         reports = [_write_model(name, temporary / key, source_lang, target_lang) for key, name in names.items()]
         title = f"{printable_name(model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
-        language = source_lang or tokenizer.get("source_lang")
+        language = source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
         models = [
             {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
             for key, name in names.items()
