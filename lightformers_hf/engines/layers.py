@@ -35,6 +35,7 @@ class Source:
     model: LightFormerForConditionalGeneration  # with the outputs of the checkpoint, fp32, in evaluation mode
     tokenizer: PreTrainedTokenizerBase | None
     generation: transformers.GenerationConfig
+    calibration: tuple[dict[str, Tensor], ...] = ()  # batches of sentences by which matrices are rounded to int4
 
 
 def read_source(

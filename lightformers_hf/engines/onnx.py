@@ -3,7 +3,7 @@
 `onnx/encoder_model.onnx` turns ids into hidden states. `onnx/decoder_model_merged.onnx` turns target ids, hidden
 states and caches into logits and longer caches. Its input `use_cache_branch` decides where keys and values of
 cross-attention come from: computed from the hidden states at the first step, from the cache afterwards. File names end
-in `_quantized` in int8 and in `_fp16` in 16 bits. Each graph holds all its weights, because transformers.js opens no
+in `_quantized` in int8, in `_q4` in int4, and in `_fp16` in 16 bits. Each graph holds all its weights, because transformers.js opens no
 file for two graphs; weights that several layers share are stored once in a graph.
 
 The loop of this package reads the same files. It resolves `use_cache_branch` when it loads them (`specialize`): one
@@ -12,6 +12,7 @@ graph computes the hidden states and the cross-attention's keys and values, the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,16 +42,17 @@ from .layers import (
     read_output,
     read_stack,
 )
+from .rounding import BLOCK, LOOKUPS, Moments, RoundedRows, rotate_factors, round_rows
 from .search import Search, Step, generate, log_softmax
 from .shortlist import Shortlist, narrow_search
 
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
-QUANTIZATIONS = ("float32", "int8", "float16")
+QUANTIZATIONS = ("float32", "int8", "float16", "int4")
 BESIDE = ("float32", "float16")  # types that `export` writes before int8, in this order: `load` prefers the last
 SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
-SUFFIXES = {"int8": "_quantized", "float16": "_fp16", "float32": ""}
+SUFFIXES = {"int4": "_q4", "int8": "_quantized", "float16": "_fp16", "float32": ""}
 SIDES = ("encoder", "decoder")
 # {tokenizer: family} of those that optimum and transformers.js have classes for; another one is run as BART.
 FAMILIES = {
@@ -77,15 +79,20 @@ def write(source: Source, folder: Path, quantization: str) -> Expansion:
             f"activation_function is {activation!r}, which the export to ONNX does not support (supported: "
             f"{', '.join(ACTIVATIONS)}): train the model with one of these"
         )
-    encoder, decoder = read_stack(source.model.model.encoder), read_stack(source.model.model.decoder)
+    model, moments = source.model, None
+    if quantization == "int4":
+        model = copy.deepcopy(model)
+        rotate_factors(model)
+        moments = Moments(model, source.calibration)
+    encoder, decoder = read_stack(model.model.encoder), read_stack(model.model.decoder)
     (folder / FOLDER).mkdir(exist_ok=True)
     for name in (ENCODER, DECODER):
-        graph = Graph(name.partition("_")[0], quantization, activation, source.model.config.normalize_before)
+        graph = Graph(name.partition("_")[0], quantization, activation, model.config.normalize_before, moments)
         if name == ENCODER:
-            encoder_graph(graph, encoder, source.model.config.d_model)
+            encoder_graph(graph, encoder, model.config.d_model)
         else:
-            states = decoder_graph(graph, decoder, source.model.config.d_model)
-            output_logits(graph, states, read_output(source.model), source.model.output_scale)
+            states = decoder_graph(graph, decoder, model.config.d_model)
+            output_logits(graph, states, read_output(model), model.output_scale)
         file = folder / FOLDER / f"{name}{SUFFIXES[quantization]}.onnx"
         if (size := sum(len(tensor.raw_data) for tensor in graph.constants.values())) > LARGEST_FILE:
             raise ValueError(
@@ -140,10 +147,11 @@ class Graph:
 
     name: str  # prefix of all values, so that two graphs can become one
     # `int8`: matrices have 8 bits and a scale for each output, and activations are quantized at run time. `float16`:
-    # tensors are stored in 16 bits and become fp32 when the graph is loaded.
+    # tensors are stored in 16 bits and become fp32 when the graph is loaded. `int4`: see `rounding`.
     quantization: str
     activation: str
     normalize_before: bool
+    moments: Moments | None = None  # of the matrices' inputs, by which those are rounded to int4
     nodes: list = field(default_factory=list)
     constants: dict = field(default_factory=dict)
     widened: dict = field(default_factory=dict)
@@ -154,6 +162,10 @@ class Graph:
     @property
     def in_int8(self) -> bool:
         return self.quantization == "int8"
+
+    @property
+    def in_int4(self) -> bool:
+        return self.quantization == "int4"
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Add a node, and return its result. The attribute `domain` names the owner of the operator."""
@@ -173,6 +185,10 @@ class Graph:
             array = array.astype(np.float32)
         if self.quantization != "float16" or array.dtype != np.float32 or array.ndim < 2:
             return self._store(array)
+        return self.half(array)
+
+    def half(self, array: np.ndarray) -> str:
+        """A constant that is stored in 16 bits, and becomes fp32 when the graph is loaded."""
         name = self._store(array.astype(np.float16))
         self.widened[f"{name}_fp32"] = name
         return f"{name}_fp32"
@@ -235,8 +251,13 @@ class Graph:
             unidirectional=int(past is not None),
         )
 
-    def matmul(self, states: str, matrix: Tensor, bias: Tensor | None = None) -> str:
-        """states·matrix + bias. (…, m) → (…, n)."""
+    def matmul(
+        self, states: str, matrix: Tensor, bias: Tensor | None = None, *, moments_of: Tensor | None = None
+    ) -> str:
+        """states·matrix + bias. (…, m) → (…, n). `moments_of` is a matrix that gets these states, by default itself."""
+        if self.in_int4:
+            moments = self.moments.of(matrix if moments_of is None else moments_of)
+            return self._multiply_int4(states, round_rows(matrix.T, moments), bias)
         if self.in_int8:
             values, scales = quantize_rows(as_array(matrix.T))
             return self._multiply(states, self.constant(np.ascontiguousarray(values.T)), bias, scales)
@@ -244,6 +265,8 @@ class Graph:
 
     def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
         """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
+        if self.in_int4:
+            return self._multiply_int4(states, self._round_table(table), bias)
         values, scales = quantize_rows(as_array(table)) if self.in_int8 else (table, None)
         return self._multiply(states, self.op("Transpose", self.constant(values), perm=[1, 0]), bias, scales)
 
@@ -254,8 +277,27 @@ class Graph:
         product = self.op("MatMul", states, matrix)
         return product if bias is None else self.op("Add", product, self.constant(bias))
 
+    def _round_table(self, table: Tensor) -> RoundedRows:
+        return round_rows(table, self.moments.of(table.T), LOOKUPS)
+
+    def _multiply_int4(self, states: str, rows: RoundedRows, bias: Tensor | None) -> str:
+        """states·rowsᵀ + bias."""
+        count, blocks = rows.scales.shape
+        shape = self.constant([-1, blocks, BLOCK // 2])
+        matrix = self.op("Reshape", self.constant(rows.packed), shape)
+        scales = self.op("Reshape", self.half(rows.scales), self.constant([-1]))
+        sizes = {"K": rows.width, "N": count, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
+        product = self.op("MatMulNBits", states, matrix, scales, domain=MICROSOFT, **sizes)
+        return product if bias is None else self.op("Add", product, self.constant(bias))
+
     def lookup(self, table: Tensor, ids: str) -> str:
         """Rows of a table. Ids (…) → (…, m)."""
+        if self.in_int4:
+            rows = self._round_table(table)
+            inputs = self.constant(rows.packed), ids, self.half(rows.scales)
+            layout = {"bits": 4, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+            found = self.op("GatherBlockQuantized", *inputs, domain=MICROSOFT, **layout)
+            return self.op("Slice", found, *(self.constant([value]) for value in (0, rows.width, -1)))
         if not self.in_int8:
             return self.op("Gather", self.constant(table), ids)
         values, scales = quantize_rows(as_array(table))
@@ -270,7 +312,8 @@ class Graph:
         if any(part is not None for part in in_first):
             parts = zip(in_first, widths, strict=True)
             bias = torch.cat([torch.zeros(width) if part is None else part for part, width in parts])
-        first = self.matmul(states, torch.cat([linear.factors[0] for linear in linears], dim=1), bias)
+        joined = torch.cat([linear.factors[0] for linear in linears], dim=1)
+        first = self.matmul(states, joined, bias, moments_of=linears[0].factors[0])
         outputs = []
         for linear, output in zip(linears, self.split(first, widths), strict=True):
             for factor in linear.factors[1:]:
@@ -345,6 +388,10 @@ class Graph:
         rows = self.op("Gather", self.constant(biases.by_distance), self.op("Add", clipped, furthest))
         return self.op("Unsqueeze", self.op("Transpose", rows, perm=[2, 0, 1]), zero)
 
+    def position_table(self, stack: Stack) -> str:
+        """The positions of a stack, from position 0 on."""
+        return self.half(as_array(stack.positions)) if self.in_int4 else self.constant(stack.positions)
+
     def embed(self, stack: Stack, ids: str, positions: str | None) -> str:
         """The first layer's input."""
         table, *basis = stack.embedding.factors
@@ -372,7 +419,7 @@ def encoder_graph(graph: Graph, encoder: Stack, width: int) -> None:
     places = graph.op("Range", graph.constant(0), graph.op("Squeeze", length), graph.constant(1))
     positions = None
     if encoder.positions is not None:
-        positions = graph.op("Slice", graph.constant(encoder.positions), zero, length)
+        positions = graph.op("Slice", graph.position_table(encoder), zero, length)
     states = graph.embed(encoder, ids, positions)
     for layer in encoder.layers:
         bias = graph.relative_bias(layer.biases, places, places)
@@ -405,7 +452,7 @@ def decoder_graph(graph: Graph, decoder: Stack, width: int) -> str:
     end = graph.op("Add", past, graph.op("Shape", ids, start=1))
     positions = None
     if decoder.positions is not None:
-        positions, places = graph.op("Slice", graph.constant(decoder.positions), past, end, zero), ["", ""]
+        positions, places = graph.op("Slice", graph.position_table(decoder), past, end, zero), ["", ""]
     else:
         start, stop, step = graph.op("Squeeze", past), graph.op("Squeeze", end), graph.constant(1)
         places = [graph.op("Range", first, stop, step) for first in (start, graph.constant(0))]
@@ -484,7 +531,7 @@ def output_logits(graph: Graph, states: str, output: Linear, scale: float | None
     before = len(graph.nodes)
     logits = graph.matmul_rows(states, weight.T, output.bias)
     for node in graph.nodes[before:]:
-        node.name = f"{OUTPUT}/{node.op_type}"
+        node.name = f"{OUTPUT}/{node.name}"
     graph.output(logits, "logits", ["batch_size", "decoder_sequence_length", weight.shape[1]])
 
 

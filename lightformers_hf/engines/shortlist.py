@@ -227,13 +227,8 @@ def add_shortlist(
     of lines (any other ending), or data without the target's column. By default, `columns` are called as the tokenizer
     calls its languages, else `source` and `target`.
     """
-    if source.tokenizer is None:
-        raise ValueError(f"shortlist is given, but {source.name} has no tokenizer to read the text by")
     sources, references = read_pairs(source, text, columns)
-    search = Search.of(source.generation)
-    limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
-    ids = source.tokenizer(sources, truncation=True, max_length=limit)["input_ids"]
-    check_known(ids, source.tokenizer)
+    search, ids = Search.of(source.generation), read_ids(source, sources)
     running = engine.load(folder, search, torch.get_num_threads())
     held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
     made_from, checked = ids[:-held], ids[-held:]
@@ -271,12 +266,14 @@ def add_shortlist(
 
 
 def read_pairs(
-    source: Source, text: str, columns: tuple[str | None, str | None]
+    source: Source, text: str, columns: tuple[str | None, str | None], *, option: str = "shortlist"
 ) -> tuple[list[str], list[str] | None]:
-    """Sentences that are no empty ones, and their translations where the text has some."""
+    """Sentences that are no empty ones, and their translations where the text has some. `option` names the text."""
+    if source.tokenizer is None:
+        raise ValueError(f"{option} is given, but {source.name} has no tokenizer to read the text by")
     if getattr(source.tokenizer, "tgt_lang", "") is None:
         raise ValueError(
-            f"shortlist is given, but {source.name} has many languages: give source_lang and target_lang with it"
+            f"{option} is given, but {source.name} has many languages: give source_lang and target_lang with it"
         )
     named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
     first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
@@ -299,9 +296,18 @@ def read_pairs(
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:
         held = f"{len(kept)} sentence{'s' * (len(kept) != 1)}"
-        raise ValueError(f"shortlist {text} holds {held}: give thousands like those to be translated")
+        raise ValueError(f"{option} {text} holds {held}: give thousands like those to be translated")
     prefixed = [put_prefix(prefix, sources[index]) for index in kept]
     return prefixed, None if references is None else [references[index] for index in kept]
+
+
+def read_ids(source: Source, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
+    """The tokens of sentences, at most `LONGEST` of each. Raises `ValueError` where the tokenizer does not fit."""
+    limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
+    side = "text_target" if is_target else "text"
+    ids = source.tokenizer(**{side: texts}, truncation=True, max_length=limit)["input_ids"]
+    check_known(ids, source.tokenizer)
+    return ids
 
 
 def translate_all(model: RunningModel, sentences: Sequence[list[int]], search: Search) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -26,13 +26,15 @@ from . import EngineFile, load_engine_file
 from .engine import TransformersModel
 from .layers import Source, read_source
 from .search import Search
-from .shortlist import ShortlistReport, add_shortlist
+from .rounding import collate
+from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, translate_all
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTENCES, TOKENS = 6, 12  # sizes of the comparison
+CALIBRATION, BATCH = 640, 32  # sentences by which matrices are rounded to int4
 EXACT = 1e-3
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
 ALIKE = 0.5
@@ -131,6 +133,7 @@ def export(
     to: str,
     quantization: str | None = None,
     shortlist: str | os.PathLike | None = None,
+    calibration: str | os.PathLike | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
     overwrite: bool = False,
@@ -150,6 +153,8 @@ def export(
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
             (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
             translates. The output layer is then computed for these alone. `None`: for all tokens.
+        calibration: text as for `shortlist`, from which it is learned which errors of int4 change the outputs. `None`:
+            every number is rounded to the nearest.
         source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`;
             of a multilingual model also the codes of its languages.
         overwrite: replace the content of `output`, if this package wrote all of it.
@@ -163,14 +168,21 @@ def export(
     Example:
         >>> export("recovered", "deployed", to="ctranslate2", quantization="int8")
     """
-    shortlist = data_name(shortlist)
+    shortlist, calibration = map(data_name, (shortlist, calibration))
     engine = check_engine(to, quantization, shortlist)
+    if calibration is not None and quantization != "int4":
+        raise ValueError(
+            "calibration is given, which only int4 uses: give quantization int4 (--quantization int4), or remove it"
+        )
     with ExitStack() as stack:
         (place,) = stack.enter_context(on_disk(tokenizer, model))
-        check_output(output, overwrite=overwrite, inputs=[place, shortlist])
+        check_output(output, overwrite=overwrite, inputs=[place, shortlist, calibration])
         folder, name = resolve_source(place), model_name(model)
-        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist]))
+        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist, calibration]))
         source = read_source(folder, name, to, (source_lang, target_lang))
+        columns = named_columns(source_lang, target_lang)
+        if calibration:
+            source = replace(source, calibration=read_calibration(source, calibration, columns))
         tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
         beside, before = {}, 0
         for other in getattr(engine, "BESIDE", ()) if quantization is None else ():
@@ -179,7 +191,6 @@ def export(
             beside[other] = size, measure_difference(source, engine, temporary, other)
         quantization = quantization or "int8"
         expansion = engine.write(source, temporary, quantization)
-        columns = named_columns(source_lang, target_lang)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
         written = folder_bytes(temporary) - before
         if source.tokenizer is not None:
@@ -219,6 +230,23 @@ def export(
     return report
 
 
+def read_calibration(
+    source: Source, text: str, columns: tuple[str | None, str | None]
+) -> tuple[dict[str, Tensor], ...]:
+    """Return batches of sentences spread over a text, with their translations, else with those of the model."""
+    sources, references = read_pairs(source, text, columns, option="calibration")
+    chosen = range(0, len(sources), max(1, len(sources) // CALIBRATION))[:CALIBRATION]
+    ids = read_ids(source, [sources[index] for index in chosen])
+    if references is None:
+        search = Search.of(source.generation)
+        outputs = translate_all(TransformersModel(source.model, search, 1), ids, search.with_options(1, None, None))
+    else:
+        outputs = read_ids(source, [references[index] for index in chosen], is_target=True)
+    pad = source.model.config.pad_token_id
+    starts = range(0, len(ids), BATCH)
+    return tuple(collate(ids[start : start + BATCH], outputs[start : start + BATCH], pad) for start in starts)
+
+
 def folder_bytes(folder: Path) -> int:
     """The bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -228,7 +256,10 @@ def check_engine(to: str, quantization: str | None, shortlist: str | None = None
     """The file of an engine. Raises `ValueError` where it is unknown, not installed, or lacks what is asked for."""
     engine = load_engine_file(to)
     if quantization not in (None, *engine.QUANTIZATIONS):
-        raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}")
+        remedy = ". int4 is for --to onnx" if quantization == "int4" else ""
+        raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}{remedy}")
+    if shortlist is not None and quantization == "int4":
+        raise ValueError("int4 computes all tokens of the output layer: remove shortlist, or give quantization int8")
     if shortlist is not None and not hasattr(engine, "write_shortlist"):
         raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: remove shortlist")
     return engine
