@@ -159,13 +159,11 @@ class Graph:
     outputs: list = field(default_factory=list)
     values: int = 0
 
-    @property
-    def in_int8(self) -> bool:
-        return self.quantization == "int8"
-
-    @property
-    def in_int4(self) -> bool:
-        return self.quantization == "int4"
+    def bits(self, width: int) -> int:
+        """Bits of a matrix whose rows have so many values: in int4, rows of half a block or less have 8."""
+        if self.quantization == "int4" and width > BLOCK // 2:
+            return 4
+        return 8 if self.quantization in ("int4", "int8") else 32
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Add a node, and return its result. The attribute `domain` names the owner of the operator."""
@@ -255,19 +253,20 @@ class Graph:
         self, states: str, matrix: Tensor, bias: Tensor | None = None, *, moments_of: Tensor | None = None
     ) -> str:
         """states·matrix + bias. (…, m) → (…, n). `moments_of` is a matrix that gets these states, by default itself."""
-        if self.in_int4:
+        if self.bits(len(matrix)) == 4:
             moments = self.moments.of(matrix if moments_of is None else moments_of)
             return self._multiply_int4(states, round_rows(matrix.T, moments), bias)
-        if self.in_int8:
+        if self.bits(len(matrix)) == 8:
             values, scales = quantize_rows(as_array(matrix.T))
             return self._multiply(states, self.constant(np.ascontiguousarray(values.T)), bias, scales)
         return self._multiply(states, self.constant(matrix), bias)
 
     def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
         """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
-        if self.in_int4:
+        bits = self.bits(table.shape[1])
+        if bits == 4:
             return self._multiply_int4(states, self._round_table(table), bias)
-        values, scales = quantize_rows(as_array(table)) if self.in_int8 else (table, None)
+        values, scales = quantize_rows(as_array(table)) if bits == 8 else (table, None)
         return self._multiply(states, self.op("Transpose", self.constant(values), perm=[1, 0]), bias, scales)
 
     def _multiply(self, states: str, matrix: str, bias: Tensor | None, scales: np.ndarray | None = None) -> str:
@@ -292,13 +291,14 @@ class Graph:
 
     def lookup(self, table: Tensor, ids: str) -> str:
         """Rows of a table. Ids (…) → (…, m)."""
-        if self.in_int4:
+        bits = self.bits(table.shape[1])
+        if bits == 4:
             rows = self._round_table(table)
             inputs = self.constant(rows.packed), ids, self.half(rows.scales)
             layout = {"bits": 4, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
             found = self.op("GatherBlockQuantized", *inputs, domain=MICROSOFT, **layout)
             return self.op("Slice", found, *(self.constant([value]) for value in (0, rows.width, -1)))
-        if not self.in_int8:
+        if bits == 32:
             return self.op("Gather", self.constant(table), ids)
         values, scales = quantize_rows(as_array(table))
         rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
@@ -390,7 +390,7 @@ class Graph:
 
     def position_table(self, stack: Stack) -> str:
         """The positions of a stack, from position 0 on."""
-        return self.half(as_array(stack.positions)) if self.in_int4 else self.constant(stack.positions)
+        return self.half(as_array(stack.positions)) if self.quantization == "int4" else self.constant(stack.positions)
 
     def embed(self, stack: Stack, ids: str, positions: str | None) -> str:
         """The first layer's input."""

@@ -127,7 +127,7 @@ class Moments:
         self._sums: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         factorized = [module for module in model.modules() if hasattr(module, "factors")]
         inside = {id(part) for module in factorized for part in module.modules() if part is not module}
-        plain = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+        plain = [module for module in model.modules() if isinstance(module, nn.Linear)]
         chosen = {id(module): module for module in (*factorized, *plain) if id(module) not in inside}
         hooks = [module.register_forward_pre_hook(self._add) for module in chosen.values()]
         try:
