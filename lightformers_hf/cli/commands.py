@@ -85,9 +85,9 @@ TO: dict[str, Any] = {"values": ENGINES, "help": f"Engine: {join_names(ENGINES)}
 DEPLOYMENT = (
     option(
         "--quantization",
-        values=("int8", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
-        help="float32, int8, or another type of numbers that the engine has. Default: int8; `export --to onnx` also "
-        "writes float32 and float16.",
+        values=("int8", "int4", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
+        help="float32, int8, int4 (--to onnx), or another type of numbers that the engine has. Default: int8; "
+        "`export --to onnx` also writes float32 and float16.",
     ),
     option(
         "--shortlist",
@@ -192,7 +192,15 @@ def compress(model: str, output: Path, **options: Any) -> Answer:
     return Answer.of(run(model, output, **found))
 
 
-@command(MODEL, OUTPUT, option("--to", required=True, **TO), *DEPLOYMENT, *LANGUAGES, OVERWRITE)
+ROUNDING = option(
+    "--calibration",
+    type=DATA,
+    metavar="PATH",
+    help="Text, parallel or sources alone, by which int4 is rounded. Default: every number is rounded to the nearest.",
+)
+
+
+@command(MODEL, OUTPUT, option("--to", required=True, **TO), *DEPLOYMENT, ROUNDING, *LANGUAGES, OVERWRITE)
 def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 
@@ -204,7 +212,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
     """
     check_engine_name(to)
-    check_output(output, overwrite=overwrite, inputs=[model, options["shortlist"]])
+    check_output(output, overwrite=overwrite, inputs=[model, options["shortlist"], options["calibration"]])
     from ..engines.write import export as run
 
     report = run(model, output, to=to, overwrite=overwrite, **options)

@@ -178,7 +178,9 @@ def export(
         (place,) = stack.enter_context(on_disk(tokenizer, model))
         check_output(output, overwrite=overwrite, inputs=[place, shortlist, calibration])
         folder, name = resolve_source(place), model_name(model)
-        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist, calibration]))
+        temporary = stack.enter_context(
+            atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist, calibration])
+        )
         source = read_source(folder, name, to, (source_lang, target_lang))
         columns = named_columns(source_lang, target_lang)
         if calibration:

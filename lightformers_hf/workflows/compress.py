@@ -293,7 +293,10 @@ class Work:
 
     def deploy(self) -> None:
         """Export it."""
-        text: dict[str, Any] = {"shortlist": self.shortlist, **self.sides} if self.shortlist else {}
+        texts = {"shortlist": self.shortlist} if self.shortlist else {}
+        if self.quantization == "int4":
+            texts["calibration"] = self.files.train
+        text: dict[str, Any] = texts | self.sides if texts else {}
         export(self.light, self.output / "deployed", to=self.to, quantization=self.quantization, **text)
 
     def compare(self) -> None:

@@ -164,7 +164,9 @@ def test_fewer_bits_are_close_and_small(to, quantization, variant, tmp_path):
     assert full.difference < 1e-3 < small.difference
     engines = [load_engine(tmp_path / name) for name in ("model", "small")]
     scores = [np.concatenate(engine.score(SENTENCES, SENTENCES)) for engine in engines]
-    assert np.corrcoef(*scores)[0, 1] > (0.7 if quantization == "int4" else 0.9)  # heads of width 2 with random weights are the worst
+    assert np.corrcoef(*scores)[0, 1] > (
+        0.7 if quantization == "int4" else 0.9
+    )  # heads of width 2 with random weights are the worst
     assert all(torch.equal(tensor, before[name]) for name, tensor in engines[0].model.network.state_dict().items())
 
 
@@ -285,7 +287,11 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
 
     fails("unknown engine 'tflite'.*ctranslate2 or onnx", to="tflite")
-    fails("quantization is 'int4'; ctranslate2 has float32, int8.*int4 is for --to onnx", to="ctranslate2", quantization="int4")
+    fails(
+        "quantization is 'int4'; ctranslate2 has float32, int8.*int4 is for --to onnx",
+        to="ctranslate2",
+        quantization="int4",
+    )
     fails("quantization is 'int16'; onnx has float32, int8, float16", quantization="int16")
     fails("calibration is given, which only int4 uses", quantization="int8", calibration="train.jsonl")
     fails("int4 computes all tokens.*quantization int8", quantization="int4", shortlist="train.jsonl")

@@ -92,7 +92,9 @@ def test_calibrated_export(tiny_marian, parallel_sentences, tmp_path):
         export(tiny_marian, tmp_path / name, to="onnx", quantization="int4", calibration=text, **sides)
     tokens = [load_engine(tmp_path / name).generate([[5, 6, 2]], num_beams=1) for name in ("plain", "pairs")]
     assert all(tokens)
-    files = [(tmp_path / name / "onnx" / "encoder_model_q4.onnx").read_bytes() for name in ("plain", "pairs", "sources")]
+    files = [
+        (tmp_path / name / "onnx" / "encoder_model_q4.onnx").read_bytes() for name in ("plain", "pairs", "sources")
+    ]
     assert files[0] != files[1]
     with pytest.raises(ValueError, match="calibration .* holds"):
         (tmp_path / "few.txt").write_text("Hund.\n")
