@@ -25,8 +25,8 @@ from ..text import data_name
 from . import EngineFile, load_engine_file
 from .engine import TransformersModel
 from .layers import Source, read_source
-from .search import Search
 from .rounding import collate
+from .search import Search
 from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, translate_all
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
