@@ -3,8 +3,8 @@
 `onnx/encoder_model.onnx` turns ids into hidden states. `onnx/decoder_model_merged.onnx` turns target ids, hidden
 states and caches into logits and longer caches. Its input `use_cache_branch` decides where keys and values of
 cross-attention come from: computed from the hidden states at the first step, from the cache afterwards. File names end
-in `_quantized` in int8, in `_q4` in int4, and in `_fp16` in 16 bits. Each graph holds all its weights, because transformers.js opens no
-file for two graphs; weights that several layers share are stored once in a graph.
+in `_quantized` in int8, in `_q4` in int4, and in `_fp16` in 16 bits. Each graph holds all its weights, because
+transformers.js opens no file for two graphs; weights that several layers share are stored once in a graph.
 
 The loop of this package reads the same files. It resolves `use_cache_branch` when it loads them (`specialize`): one
 graph computes the hidden states and the cross-attention's keys and values, the other one step.
@@ -252,7 +252,7 @@ class Graph:
     def matmul(
         self, states: str, matrix: Tensor, bias: Tensor | None = None, *, moments_of: Tensor | None = None
     ) -> str:
-        """states·matrix + bias. (…, m) → (…, n). `moments_of` is a matrix that gets these states, by default itself."""
+        """states·matrix + bias. (…, m) → (…, n). `moments_of`: a matrix that gets these states, too."""
         if self.bits(len(matrix)) == 4:
             moments = self.moments.of(matrix if moments_of is None else moments_of)
             return self._multiply_int4(states, round_rows(matrix.T, moments), bias)

@@ -163,7 +163,7 @@ def _key(matrix: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def applied_factors(module: nn.Module) -> list[Tensor]:
-    """Return the matrices that a module multiplies states with, one after the other; of an embedding its table first."""
+    """Return the matrices that a module multiplies states with, in their order; of an embedding its table first."""
     factors = list(module.factors()) if hasattr(module, "factors") else [module.weight]
     if isinstance(module, nn.Embedding):
         return factors
