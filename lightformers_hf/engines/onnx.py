@@ -293,11 +293,11 @@ class Graph:
         """Rows of a table. Ids (…) → (…, m)."""
         bits = self.bits(table.shape[1])
         if bits == 4:
-            rows = self._round_table(table)
-            inputs = self.constant(rows.packed), ids, self.half(rows.scales)
+            rounded = self._round_table(table)
+            inputs = self.constant(rounded.packed), ids, self.half(rounded.scales)
             layout = {"bits": 4, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
             found = self.op("GatherBlockQuantized", *inputs, domain=MICROSOFT, **layout)
-            return self.op("Slice", found, *(self.constant([value]) for value in (0, rows.width, -1)))
+            return self.op("Slice", found, *(self.constant([value]) for value in (0, rounded.width, -1)))
         if bits == 32:
             return self.op("Gather", self.constant(table), ids)
         values, scales = quantize_rows(as_array(table))
