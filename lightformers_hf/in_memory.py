@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import tempfile
@@ -39,12 +40,19 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
             place = Path(folder, str(number), model_name(model).rpartition("/")[2])
-            model.save_pretrained(place)
+            save_all(model, place)
             tokenizer.save_pretrained(place)
             if report := getattr(model, "compression_report", None):
                 write_json(report.to_dict(), place / REPORT_FILE)
             places[number] = str(place)
         yield places
+
+
+def save_all(model: PreTrainedModel, place: Path) -> None:
+    """Save a loaded model with all of its tensors: transformers leaves out positions of Marian, even trained ones."""
+    whole = copy.copy(model)  # a module's copy has the same tensors
+    whole._keys_to_ignore_on_save = None
+    whole.save_pretrained(place)
 
 
 def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:

@@ -22,6 +22,8 @@ from ..text import fingerprint
 from .allocation import Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import model_card
+from .families import OwnFamily
+from .fidelity import check_outputs
 from .forms import Form, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, find_refitted, predict_tokens, refit, share_of_equal
@@ -89,6 +91,8 @@ def compress(
     if teacher.has_tokenizer:
         teacher.tokenizer()  # one that does not fit ends it here
     teacher.generation_config()  # and so does one that cannot be written
+    if not (dry or issubclass(checkpoint.family, OwnFamily)):
+        check_outputs(checkpoint.load(), folder, checkpoint.family.own_name)
 
     measured = Measured(teacher)
     if "weight" in steps or ("bridge" in steps and not dry):

@@ -34,6 +34,7 @@ from ..loading import (
 )
 from ..matrices import Weight
 from ..models.configuration_lightformer import LightFormerConfig
+from ..models.layers import make_positions
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, find_family
 
@@ -114,7 +115,7 @@ class Teacher:
                 repeats.append((ties[name], key))
             elif name in expected:
                 names[name] = key
-            elif name is not None:
+            elif name is not None and not self.family.is_computed(name, self.config):
                 unknown.append(key)
         for name in (f"model.{stack}.embed_tokens.weight" for stack in STACKS if shared):
             names.setdefault(name, shared)
@@ -130,7 +131,7 @@ class Teacher:
                 f"{self.folder} holds tensors its configuration has no place for: {_listing(unknown)}. If the outputs "
                 "do not need them, load the model with from_pretrained and save it with save_pretrained, without them"
             )
-        missing = [name for name in expected if name not in names and not name.endswith("final_logits_bias")]
+        missing = [name for name in expected if name not in names and self._substitute(name) is None]
         if missing:
             raise ValueError(f"{self.folder} lacks tensors its configuration asks for: {_listing(missing)}")
         for name, key in names.items():
@@ -208,16 +209,24 @@ class Teacher:
         return smaller
 
     def read(self, name: str) -> Tensor:
-        """One stored tensor. A bias that a checkpoint may omit (`final_logits_bias`) is then zero."""
+        """One stored tensor, or what its source's class computes for one that a checkpoint may omit."""
         if name in self._changed:
             return self._changed[name]
         if name not in self._names:
-            return torch.zeros(stored_tensors(self.model)[name].shape)
+            return self._substitute(name)
         tensor = self.reader.read(self._names[name])
         check_finite(tensor, self._names[name], self.folder)
         if name in self._rows:
             tensor = tensor.index_select(*self._rows[name])
         return tensor
+
+    def _substitute(self, name: str) -> Tensor | None:
+        """A tensor that a checkpoint may omit: a bias of zero, or sinusoids where only one stack has trained ones."""
+        if name.endswith("final_logits_bias"):
+            return torch.zeros(stored_tensors(self.model)[name].shape)
+        if name.endswith("embed_positions.weight") and self.family.reads_positions:
+            return make_positions(self.family.own_config(self.source_config)).table
+        return None
 
     def load(self) -> PreTrainedModel:
         """The whole model, fp32, in evaluation mode: its outputs must not depend on chance.

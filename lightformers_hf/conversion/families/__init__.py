@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 import re
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from ...loading import CheckpointReader
 from ...models.configuration_lightformer import FactorizedConfig, LightFormerConfig
+from ...models.layers import make_positions
 
 # Fields that Marian, BART and their relatives call as LightFormer does.
 SHARED_FIELDS = (
@@ -29,7 +31,9 @@ SHARED_FIELDS = (
 ).split()
 STACKS = ("encoder", "decoder")
 SHARED = "model.shared.weight"  # the token table of both stacks
-POSITION_TABLES = r"(en|de)coder\.embed_positions\.weights?"  # tables of sinusoids, which are computed here
+POSITION_TABLES = r"model\.(encoder|decoder)\.embed_positions\.weights?"
+# Stored tables of sinusoids differ from those computed here by rounding, and by the precision of the frequencies.
+SINUSOID_ERROR = 1e-3
 
 
 class Family:
@@ -38,6 +42,7 @@ class Family:
     architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
     fields: ClassVar[dict[str, Any]] = {}  # fields of `LightFormerConfig` that the family fixes by its code
     ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
+    reads_positions: ClassVar[bool] = False  # whether its class loads stored positions in place of sinusoids
 
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:
@@ -48,6 +53,7 @@ class Family:
     @classmethod
     def fit_weights(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
         """`own_config` as the checkpoint's tensors have it, if the source's configuration does not contain it."""
+        config = cls.fit_positions(config, reader)
         return config if config.tie_word_embeddings else cls.fit_tables(config, reader)
 
     @classmethod
@@ -63,6 +69,28 @@ class Family:
         return config
 
     @classmethod
+    def fit_positions(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
+        """Compare stored tables of positions with the sinusoids that are computed in their place.
+
+        If they differ, the result has trained positions. Raises `ValueError` if the source's class does not read them.
+        """
+        for key in reader.keys():  # noqa: SIM118, a reader is no dict
+            if cls.is_computed(cls.own_name(key), config) and not is_sinusoidal(reader.read(key), config):
+                if not cls.reads_positions:
+                    raise ValueError(
+                        f"{key} of {reader.folder} are not the sinusoids that {cls.architectures[0]} computes in "
+                        "their place: remove them from the checkpoint if the model was trained with sinusoids"
+                    )
+                config.position_embedding_type = "learned"
+        return config
+
+    @classmethod
+    def is_computed(cls, name: str | None, config: FactorizedConfig) -> bool:
+        """Whether a model with `config` computes the tensor of this name: a table of sinusoids."""
+        kind = getattr(config, "position_embedding_type", "learned")
+        return kind.startswith("sinusoidal") and re.fullmatch(POSITION_TABLES, name or "") is not None
+
+    @classmethod
     def own_name(cls, name: str) -> str | None:
         """Return the name of a tensor in this package, or `None` if the tensor has no effect.
 
@@ -72,6 +100,18 @@ class Family:
         if re.fullmatch(cls.ignored, bare):
             return None
         return f"model.{bare}" if re.match(r"(encoder|decoder|shared)\.", bare) else name
+
+
+def is_sinusoidal(table: torch.Tensor, config: FactorizedConfig) -> bool:
+    """Return whether a stored table of positions has the values that a model with `config` computes."""
+    if table.dim() != 2 or not table.is_floating_point() or len(table) <= config.position_offset:
+        return False
+    sized = copy.copy(config)
+    sized.max_position_embeddings = len(table) - config.position_offset
+    rows = make_positions(sized).table[config.position_offset :]  # the rows before are of padding
+    error = SINUSOID_ERROR + torch.finfo(table.dtype).eps
+    stored = table[config.position_offset :].float()
+    return stored.shape == rows.shape and torch.allclose(stored, rows, atol=error, rtol=0)
 
 
 FAMILIES: dict[str, type[Family]] = {}

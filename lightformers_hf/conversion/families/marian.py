@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from ...models.configuration_lightformer import FactorizedConfig
-from . import POSITION_TABLES, Family, register_family
+from . import Family, register_family
 
 PRE_NORM = {"normalize_before": True, "final_layer_norm": True}
 LEARNED = {"position_embedding_type": "learned", "position_offset": 2, "layernorm_embedding": True}
@@ -11,19 +11,19 @@ LEARNED = {"position_embedding_type": "learned", "position_offset": 2, "layernor
 
 @register_family("marian")
 class Marian(Family):
-    """Post-norm, sinusoidal positions: a LightFormer's defaults."""
+    """Post-norm, sinusoidal positions unless trained ones are stored: a LightFormer's defaults."""
 
     architectures = ("MarianMTModel",)
-    ignored = POSITION_TABLES
+    reads_positions = True
 
 
 @register_family("pegasus")
 class Pegasus(Family):
-    """Pegasus (Zhang et al. 2020): pre-norm, sinusoidal positions."""
+    """Pegasus (Zhang et al. 2020): pre-norm, sinusoidal positions unless trained ones are stored."""
 
     architectures = ("PegasusForConditionalGeneration",)
     fields = PRE_NORM
-    ignored = POSITION_TABLES
+    reads_positions = True
 
 
 @register_family("bart")
@@ -48,7 +48,6 @@ class M2M100(Family):
 
     architectures = ("M2M100ForConditionalGeneration",)
     fields = PRE_NORM | {"position_embedding_type": "sinusoidal_half"}
-    ignored = POSITION_TABLES
 
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:

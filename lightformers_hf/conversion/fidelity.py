@@ -1,0 +1,51 @@
+"""Comparison of a teacher as this package reads it with the class of transformers that its checkpoint is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+
+from ..loading import load_pretrained, position_limit
+
+TEXTS, SOURCE, TARGET = 2, 130, 20  # texts and their tokens; relative positions of T5 differ up to a distance of 128
+# Of the largest logit, and so many roundings: sinusoids are computed in float32, also if stored ones were rounded.
+TOLERANCE, ROUNDINGS = 1e-3, 8
+
+
+@torch.no_grad()
+def check_outputs(model: PreTrainedModel, folder: Path, own_name: Callable[[str], str | None]) -> None:
+    """Raise `ValueError` unless `model`, which was read from `folder`, gives the logits of the checkpoint's class.
+
+    Both compute in float32 on random tokens, a part of which is padding. Tensors that the class would draw at random
+    are those of `model`, in which `own_name` finds them.
+    """
+    source, info = load_pretrained(AutoModelForSeq2SeqLM, folder, dtype=torch.float32, output_loading_info=True)
+    state = model.state_dict()
+    substitutes = {key: state[name] for key in info["missing_keys"] if (name := own_name(key)) in state}
+    source.load_state_dict(substitutes, strict=False)
+    inputs = draw_inputs(model, position_limit(source.config) or SOURCE)
+    expected, found = (one.eval()(**inputs, use_cache=False).logits for one in (source, model))
+    error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    if not error <= (TOLERANCE + ROUNDINGS * torch.finfo(model.config.dtype).eps) * largest:
+        raise ValueError(
+            f"{type(source).__name__} of transformers gives other logits for {folder} than the model that was read: "
+            f"they differ by {error:.2g}, and the largest is {largest:.2g}. Please report the checkpoint's name"
+        )
+
+
+def draw_inputs(model: PreTrainedModel, longest: int) -> dict[str, torch.Tensor]:
+    """Return random source tokens (2, 130 or fewer), half of the second text padding, and random target tokens."""
+    config, generator, pad = model.config, torch.Generator().manual_seed(0), model.config.pad_token_id
+    sizes = {"input_ids": (SOURCE, config.vocab_size), "decoder_input_ids": (TARGET, config.decoder_vocab_size)}
+    inputs = {
+        name: torch.randint(tokens, (TEXTS, min(length, longest)), generator=generator)
+        for name, (length, tokens) in sizes.items()
+    }
+    inputs = {name: ids.where(ids != pad, (pad or 0) + (-1 if pad else 1)) for name, ids in inputs.items()}
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, mask.shape[1] // 2 :] = 0
+    inputs["input_ids"].masked_fill_(mask == 0, pad or 0)
+    return inputs | {"attention_mask": mask}
