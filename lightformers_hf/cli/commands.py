@@ -6,7 +6,6 @@ Each command imports its modules itself: `--help`, a wrong option and TAB wait f
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +43,7 @@ from .framework import (
     check_open,
     command,
     compression_options,
+    end_on_sigterm,
     given,
     join_names,
     open_streams,
@@ -548,6 +548,5 @@ def main() -> None:
     kernels, plans = ("64", "64") if sys.argv[1:2] in (["convert"], ["plan"]) else ("512", "128")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
     os.environ.setdefault("LRU_CACHE_CAPACITY", plans)
-    # An error like Ctrl-C, so that partial output is removed and worker processes end.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    end_on_sigterm()
     app(prog_name=NAME)

@@ -11,7 +11,10 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
@@ -40,6 +43,7 @@ SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 NAME = "lightformers"
+GRACE = 5.0  # seconds from SIGTERM to the end of a process; a container's runtime waits for ten
 
 
 @dataclass(frozen=True)
@@ -303,6 +307,29 @@ def open_streams() -> None:
                 os.close(nowhere)
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115, for good
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM an error like Ctrl-C, so that partial output is removed and worker processes end.
+
+    Python handles a signal only between two of its instructions. If a library computes or waits for longer than
+    `GRACE`, the process ends without that.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if not hasattr(os, "register_at_fork"):  # Windows, which sends no SIGTERM
+        return
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)  # gets the number of a signal when it arrives
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        while os.read(woken, 1) != bytes([signal.SIGTERM]):
+            pass
+        time.sleep(GRACE)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def check_open(name: str, remedy: str) -> None:

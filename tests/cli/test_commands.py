@@ -424,6 +424,32 @@ def test_old_options_work_and_warn(lightformers, command, old, new):
         assert (code, "warning: " in err, "OUTPUT" in err, "./none is no folder" in err) == (1, True, True, True)
 
 
+def test_a_library_that_never_returns_ends_at_sigterm():
+    script = """
+import ctypes
+from lightformers_hf.cli import commands, framework
+
+def wait(**_):
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print(flush=True)
+    lock(mutex)
+
+framework.GRACE = 0.2
+commands.parameters.function = wait
+commands.main()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-c", script, "parameters", "x.yaml"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.terminate()
+        try:
+            assert process.wait(10) == 143
+        finally:
+            process.kill()
+
+
 @pytest.mark.usefixtures("warm_python")
 def test_told_to_end_leaves_nothing_behind(tiny_marian, tmp_path):
     """As by `kill`, a scheduler or a container's end: no hidden folder."""
