@@ -23,8 +23,11 @@ def marian_tokens(number: int) -> dict:
 SIZES = sizes(32, layers=2, heads=4, ffn=48, decoder_layers=1, dropout=0.0)
 
 
-def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120, longest: int = 64):
-    """A `MarianTokenizer` (de→en) in `folder`, with the conventions of opus-mt: `</s>` is 0, `<pad>` comes last."""
+def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120, longest: int = 64, **options):
+    """A `MarianTokenizer` (de→en) in `folder`, with the conventions of opus-mt: `</s>` is 0, `<pad>` comes last.
+
+    `options` are SentencePiece's.
+    """
     import sentencepiece
     from transformers import MarianTokenizer
 
@@ -36,6 +39,7 @@ def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120
         vocab_size=vocab_size,
         num_threads=1,
         minloglevel=2,
+        **options,
     )
     spm = str(parts / "spm.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=spm)

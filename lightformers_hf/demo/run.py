@@ -34,7 +34,7 @@ from ..evaluation.translate import load_translator, translate
 from ..files import atomic_output, find_foreign, json_text, read_json, refuse_foreign, write_whole
 from ..loading import build_network, load_pretrained
 from ..processors import has_fast_bf16
-from ..recovery import RecoveryTrainer
+from ..recovery import RecoveryTrainer, one_process
 from ..recovery.runs import Progress, RecoverySettings, training_arguments
 from ..text import load_parallel, tokenize_pairs
 from ..workflows.compress import check_parts, compress
@@ -214,7 +214,8 @@ def train_model(
     teacher: PreTrainedModel | None = None,
 ) -> list[tuple[int, float]]:
     """Train a model on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
-    with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc="training", unit="step") as bar:
+    bar = tqdm(total=steps, desc="training", unit="step")
+    with one_process(), tempfile.TemporaryDirectory() as scratch, bar:
         # Not batches of one length by a token budget: sentences of one length are often of one template here, and such
         # batches took more than twice the time to learn from.
         size = {"per_device_train_batch_size": settings.batch_size, "label_smoothing_factor": label_smoothing}
@@ -289,7 +290,6 @@ def _draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.legend(fontsize=10, loc="center right", bbox_to_anchor=(1, 0.79))
 
 
 def _show(results: dict[str, Any], test: str, output: Path, console: Console) -> None:

@@ -4,11 +4,16 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
+import time
 
 import pytest
+from conftest import ENGLISH, GERMAN
+from tiny import make_tokenizer, marian_tokens, sizes
+from transformers import MarianConfig, MarianMTModel
 
 from lightformers_hf import translate
 from lightformers_hf.engines import export, tokenizer_file, web
@@ -59,12 +64,17 @@ def test_node_translates_as_the_checkpoint_does(node, tiny_marian, parallel_sent
 
 @pytest.fixture
 def serve():
-    """A web server for a folder; a call that ends it."""
+    """A web server for a folder, with headers of its own; a call that ends all."""
     servers = []
 
-    def start(folder):
-        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    def start(folder, **headers):
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def end_headers(self):
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                super().end_headers()
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/"
@@ -79,31 +89,126 @@ def serve():
     stop()
 
 
-@needs_npm
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_the_page_translates_offline_with_its_spaces_and_lines(serve, tiny_marian, parallel_sentences, tmp_path):
+@pytest.fixture(scope="module")
+def written(tiny_marian, tmp_path_factory):
+    """A page of two models."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    folder = tmp_path_factory.mktemp("web") / "page"
+    export_web(tiny_marian, folder, compare=tiny_marian)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium():
     sync_api = pytest.importorskip("playwright.sync_api")
-    export_web(tiny_marian, tmp_path / "page", compare=tiny_marian)
-    german, english = parallel_sentences[0].values()
-    start, stop = serve
-    address = start(tmp_path / "page")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        errors = []
-        page.on("pageerror", lambda error: errors.append(error))
-        for visit in range(2):
-            page.goto(address)
-            page.wait_for_selector("html[data-ready=true]", timeout=120_000)
-            if visit:
-                stop()  # the second visit has come from the service worker: no network is needed
-            page.fill("#source", f"{german}\n\n  {german}")
-            page.click("#translate")
-            page.wait_for_selector("article:last-child[data-speed]", timeout=120_000)
-            outputs = [element.text_content() for element in page.query_selector_all(".translation")]
-            assert outputs == [f"{english}\n\n  {english}"] * 2
-        assert not errors
+        yield browser
         browser.close()
+
+
+def read(frame, text):
+    """What a page answers, of every model."""
+    frame.wait_for_selector("html[data-ready=true]", timeout=30_000)
+    frame.fill("#source", text)
+    frame.click("#translate")
+    frame.wait_for_selector("article:last-child[data-speed]", timeout=30_000)
+    return [element.text_content() for element in frame.query_selector_all(".translation")]
+
+
+def test_the_page_translates_offline_with_its_spaces_and_lines(serve, chromium, written, parallel_sentences):
+    german, english = parallel_sentences[0].values()
+    start, stop = serve
+    address, page, errors = start(written), chromium.new_page(), []
+    page.on("pageerror", lambda error: errors.append(error))
+    for visit in range(2):
+        page.goto(address)
+        page.wait_for_selector("html[data-ready=true]", timeout=30_000)
+        if visit:
+            stop()  # no network is needed from now on
+            page.reload()
+        assert read(page, f"{german}\n\n  {german}") == [f"{english}\n\n  {english}"] * 2
+        assert page.title() == page.text_content("h1") == "German to English, on this device"
+    assert not errors
+
+
+@pytest.mark.parametrize("trouble", ["hard reload", "no service worker", "little storage"])
+def test_the_page_works_without_its_service_worker(serve, chromium, written, parallel_sentences, trouble):
+    german, english = parallel_sentences[0].values()
+    address = serve[0](written)
+    blocks = {"service_workers": "block"} if trouble == "no service worker" else {}
+    page = chromium.new_context(**blocks).new_page()
+    session = page.context.new_cdp_session(page)
+    if trouble == "little storage":
+        session.send("Storage.overrideQuotaForOrigin", {"origin": address.rstrip("/"), "quotaSize": 10_000})
+    page.goto(address)
+    if trouble == "hard reload":
+        page.wait_for_selector("html[data-ready=true]", timeout=30_000)
+        session.send("Page.reload", {"ignoreCache": True})
+        page.wait_for_selector("html:not([data-ready])", state="attached")
+    assert read(page, german) == [english] * 2
+
+
+@pytest.mark.parametrize(("sandbox", "works"), [("allow-scripts allow-same-origin", True), ("allow-scripts", False)])
+def test_a_page_in_a_frame_works_or_says_why_not(serve, chromium, written, parallel_sentences, sandbox, works):
+    german, english = parallel_sentences[0].values()
+    page = chromium.new_page()
+    page.set_content(f'<iframe sandbox="{sandbox}" src="{serve[0](written)}"></iframe>')
+    frame = page.wait_for_selector("iframe").content_frame()
+    if works:
+        assert read(frame, german) == [english] * 2
+    else:
+        frame.wait_for_selector("#message:has-text('open the page in its own window')", timeout=20_000)
+
+
+@pytest.mark.parametrize("caching", [{"Cache_Control": "max-age=600"}, {}])
+def test_the_next_visit_after_an_update_has_the_new_version(serve, chromium, written, tmp_path, caching):
+    folder = shutil.copytree(written, tmp_path / "page")
+    address, page = serve[0](folder, **caching), chromium.new_context().new_page()
+
+    def mark(version):
+        for name, place in {"page.json": folder, "config.json": folder / "model"}.items():
+            content = json.loads((place / name).read_text()) | {"language": None, "title": version, "mark": version}
+            (place / name).write_text(json.dumps(content))
+        worker = (folder / "sw.js").read_text()
+        (folder / "sw.js").write_text(re.sub(r"lightformers-\w+\"", f'lightformers-{version}"', worker))
+        for file in folder.rglob("*"):  # without a header, a browser keeps old files longer
+            os.utime(file, (time.time() - 30 * 86_400 * (version == "first"),) * 2)
+
+    for version in ("first", "second"):
+        mark(version)
+        page.goto(address)
+        page.wait_for_selector("html[data-ready=true]", timeout=30_000)
+        assert page.title() == version
+        assert page.evaluate("fetch('model/config.json').then((file) => file.json())")["mark"] == version
+        assert page.evaluate("caches.keys()") == [f"lightformers-{version}"]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_characters_that_are_no_piece_are_bytes_in_the_page(serve, chromium, tmp_path, kind):
+    tokenizer = make_tokenizer(
+        tmp_path / "model", GERMAN + ENGLISH, 330, byte_fallback=True, model_type=kind, hard_vocab_limit=False
+    )
+    MarianMTModel(MarianConfig(**sizes(16), **marian_tokens(len(tokenizer)))).save_pretrained(tmp_path / "model")
+    export_web(tmp_path / "model", tmp_path / "page")
+    texts = ["Ein 😀 Hund", "🏳️\u200d🌈", "中 𝔘 und é", "<b> {0} &amp; 42%", "  zwei  ", "Ein Hund."]
+    page = chromium.new_page()
+    page.goto(serve[0](tmp_path / "page"))
+    found = page.evaluate(
+        """async (texts) => {
+          const { openTokenizer } = await import("./worker.js");
+          const tokenizer = await openTokenizer("model");
+          const ids = texts.map((text) => Array.from(tokenizer.encode(text)));
+          return ids.map((row) => [row, tokenizer.decode(row, { skip_special_tokens: true })]);
+        }""",
+        texts,
+    )
+    ids = tokenizer(texts)["input_ids"]
+    assert [row for row, _ in found] == ids
+    assert [text.strip() for _, text in found] == tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def test_the_decoder_of_a_page_reads_what_the_encoder_has(tiny_marian, tmp_path):

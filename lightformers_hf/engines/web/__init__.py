@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_json, write_json
-from ...languages import language_code
+from ...languages import split_language
 from ...loading import printable_name
 from ...results import Result
 from ..write import ExportReport, export, folder_bytes
@@ -66,7 +67,8 @@ class WebReport(Result):
         """Return the sizes."""
         sizes = {"Model": (self.model_bytes, self.model_gzip_bytes)}
         sizes["transformers.js and ONNX Runtime"] = self.program_bytes, self.program_gzip_bytes
-        return [f"{name}: {a / 1e6:.1f} MB on disk, {b / 1e6:.1f} MB with gzip." for name, (a, b) in sizes.items()]
+        lines = [f"{name}: {a / 1e6:.1f} MB on disk, {b / 1e6:.1f} MB with gzip." for name, (a, b) in sizes.items()]
+        return [*lines, *dict.fromkeys(line for report in self.models for line in report.tokenizer.lines())]
 
 
 def export_web(
@@ -99,17 +101,18 @@ def export_web(
         title = f"{printable_name(model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
         language = source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
+        target = target_lang or tokenizer.get("target_lang") or tokenizer.get("tgt_lang")
         models = [
             {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
             for key, name in names.items()
         ]
-        page = {"title": title, "example": "", "language": language and language_code(language), "models": models}
-        write_json(page, temporary / PAGE_FILE)
+        page = {"title": title, "example": "", "language": find_language(language), "target": find_language(target)}
         for name in PAGE_FILES:
             shutil.copyfile(Path(__file__).parent / name, temporary / name)
         digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.rglob("*.*"))]
         worker = temporary / "sw.js"
-        version = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+        version = hashlib.sha256("".join([*digests, json.dumps(page)]).encode()).hexdigest()[:16]
+        write_json({**page, "version": version, "models": models}, temporary / PAGE_FILE)
         worker.write_text(worker.read_text(encoding="utf-8").replace("VERSION", version), encoding="utf-8")
         programs = dict(zip(("version", "runtime"), map(versions.__getitem__, VENDORED), strict=True))
         card = README.format(title=title, folder=Path(output).name, **programs)
@@ -121,6 +124,12 @@ def export_web(
                 total[0] += file.stat().st_size
                 total[1] += len(gzip.compress(file.read_bytes(), 6))
         return WebReport(reports, *sizes[True], *sizes[False])
+
+
+def find_language(name: str | None) -> str | None:
+    """Return the code of a language that a browser understands: `de` of `de_DE`, `deu` of `x=deu_Latn`."""
+    found = re.fullmatch(r"([a-z]{2,3})([_-].*)?", split_language(name)[1] or "")
+    return found[1] if found else None
 
 
 def _write_model(name: str | Path, folder: Path, source_lang: str | None, target_lang: str | None) -> ExportReport:

@@ -2,17 +2,48 @@
 const byId = (id) => document.getElementById(id);
 const show = (text) => { byId("message").textContent = text; };
 
+const wait = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+
+// Start the service worker, or the newest one where the server has another. The page works without: in a private
+// window, a frame, with blocked cookies or little storage, and after a hard reload.
+async function startServiceWorker() {
+  try {
+    const workers = navigator.serviceWorker;
+    const registration = await workers.register("sw.js", { updateViaCache: "none" });
+    const isFirst = !registration.active;
+    await registration.update().catch(() => {}); // without network
+    const next = registration.installing ?? registration.waiting;
+    if (next && next.state !== "activated") {
+      await new Promise((done) => {
+        next.addEventListener("statechange", () => ["activated", "redundant"].includes(next.state) && done());
+      });
+    }
+    if ((isFirst || next) && !workers.controller) {
+      await new Promise((done) => workers.addEventListener("controllerchange", done, { once: true }));
+    }
+  } catch {
+    // The browser does not allow one.
+  }
+}
+
+function nameLanguages({ language, target, title }) {
+  try {
+    const names = new Intl.DisplayNames("en", { type: "language" });
+    if (language && target) return `${names.of(language)} to ${names.of(target)}, on this device`;
+  } catch {
+    // A code that is no language.
+  }
+  return title;
+}
+
 async function start() {
   if (location.protocol === "file:") throw new Error("open this page from a web server: python -m http.server");
-  if ("serviceWorker" in navigator) {
-    await navigator.serviceWorker.register("sw.js");
-    await navigator.serviceWorker.ready;
-    if (!navigator.serviceWorker.controller) {
-      await new Promise((done) => navigator.serviceWorker.addEventListener("controllerchange", done, { once: true }));
-    }
+  if (self.origin === "null") {
+    throw new Error("This frame is in a sandbox, where a page may not load its model: open the page in its own window, or add allow-same-origin to the sandbox");
   }
-  const page = await (await fetch("page.json")).json();
-  document.title = byId("title").textContent = page.title;
+  await Promise.race([startServiceWorker(), wait(10)]);
+  const page = await (await fetch("page.json", { cache: "no-cache" })).json();
+  document.title = byId("title").textContent = nameLanguages(page);
   byId("source").value = page.example;
   const loaded = page.models.map(() => 0);
   show("Loading the model…");
@@ -50,7 +81,8 @@ function open(model, page, progress) {
   const size = `${(model.bytes / 1e6).toFixed(1)} MB`;
   facts.textContent = size;
   byId("models").append(card);
-  const worker = new Worker(`worker.js${location.search}`, { type: "module" });
+  const options = new URLSearchParams([...new URLSearchParams(location.search), ["version", page.version]]);
+  const worker = new Worker(`worker.js?${options}`, { type: "module" });
   return new Promise((ready, failed) => {
     let finish = {};
     worker.onerror = (event) => failed(new Error(`The model could not be loaded: ${event.message}`));

@@ -1,10 +1,32 @@
 // Keeps every file after the first visit, so that the page works offline; lets WebAssembly use several threads.
+// The page works without it, too.
 const CACHE = "lightformers-VERSION";
 const SHELL = ["./", "index.html", "style.css", "app.js", "worker.js", "page.json"];
 const HEADERS = { "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp" };
 
+// Fetches from the server, whatever the browser's own cache has of an earlier version, and keeps the answer if it can.
+async function renew(url) {
+  const response = await fetch(url, { cache: "no-cache" });
+  if (response.status === 200) {
+    try {
+      await (await caches.open(CACHE)).put(url, response.clone());
+    } catch {
+      // There is too little storage: the page works, but not without network.
+    }
+  }
+  return response;
+}
+
+async function recall(url) {
+  try {
+    return await (await caches.open(CACHE)).match(url, { ignoreSearch: true });
+  } catch {
+    return undefined;
+  }
+}
+
 self.addEventListener("install", (event) => {
-  event.waitUntil(caches.open(CACHE).then((cache) => cache.addAll(SHELL)).then(() => self.skipWaiting()));
+  event.waitUntil(Promise.allSettled(SHELL.map((name) => renew(new URL(name, location).href))).then(() => self.skipWaiting()));
 });
 
 self.addEventListener("activate", (event) => {
@@ -14,13 +36,18 @@ self.addEventListener("activate", (event) => {
   event.waitUntil(old.then(() => self.clients.claim()));
 });
 
+// The page itself comes from the server, if it answers, and names the version. Files of the model are kept for a version.
 async function answer(request) {
-  const cache = await caches.open(CACHE);
-  let response = await cache.match(request.url, { ignoreSearch: true });
+  const { url } = request;
+  const inShell = request.mode === "navigate" || SHELL.some((name) => new URL(name, location).pathname === new URL(url).pathname);
+  let response = inShell ? undefined : await recall(url);
   if (!response) {
-    // transformers.js asks for the first byte to learn a file's size: get all of it once.
-    response = await fetch(request.headers.has("range") ? request.url : request);
-    if (response.status === 200) await cache.put(request.url, response.clone());
+    try {
+      response = await renew(url); // all of it, also where transformers.js asks for the first byte to learn the size
+    } catch (error) {
+      response = await recall(url);
+      if (!response) throw error;
+    }
   }
   const headers = new Headers(response.headers);
   for (const [name, value] of Object.entries(HEADERS)) headers.set(name, value);

@@ -1,16 +1,17 @@
 // One model: load it, split the text into sentences, translate them, put them together with all spaces and line breaks.
 import { AutoModelForSeq2SeqLM, AutoTokenizer, env } from "./vendor/transformers.min.js";
 
-const here = new URL(".", self.location.href);
+const here = new URL(".", import.meta.url);
 env.allowLocalModels = true;
 env.allowRemoteModels = env.useBrowserCache = env.useWasmCache = false; // the service worker keeps all files
 env.localModelPath = here.pathname;
+env.fetch = (url, options) => fetch(url, { ...options, cache: "no-cache" }); // not those of an earlier version
 env.backends.onnx.wasm.wasmPaths = {
   mjs: new URL("vendor/ort-wasm-simd-threaded.mjs", here).href,
   wasm: new URL("vendor/ort-wasm-simd-threaded.wasm", here).href,
 };
 // Several threads, ?threads=2, slow a small model down where other programs use the processor.
-const threads = self.crossOriginIsolated ? Number(new URLSearchParams(self.location.search).get("threads")) || 1 : 1;
+const threads = self.crossOriginIsolated ? Number(new URL(import.meta.url).searchParams.get("threads")) || 1 : 1;
 env.backends.onnx.wasm.numThreads = threads;
 
 let tokenizer, model, language, longest, prefix;
@@ -19,7 +20,7 @@ async function load(folder) {
   const progress_callback = (event) => {
     if (event.status === "progress_total") postMessage({ progress: event.progress / 100 });
   };
-  tokenizer = await AutoTokenizer.from_pretrained(folder);
+  tokenizer = await openTokenizer(folder);
   const encoder = "encoder_model_quantized.onnx"; // holds tensors of the decoder, too
   const session_options = { externalData: [{ path: encoder, data: `onnx/${encoder}` }] };
   const options = { dtype: "q8", device: "wasm", progress_callback, session_options };
@@ -27,6 +28,62 @@ async function load(folder) {
   const positions = model.config.max_position_embeddings ?? Infinity;
   longest = Math.min(positions, 512);
   prefix = model.config.prefix ?? "";
+}
+
+// SentencePiece writes characters that are no piece as bytes. transformers.js does so for BPE, not for Unigram.
+function fallBackToBytes(unigram) {
+  const { tokens_to_ids: ids, unk_token } = unigram;
+  if (unigram.config?.type !== "Unigram" || !unigram.config.byte_fallback) return;
+  const name = (byte) => `<0x${byte.toString(16).toUpperCase().padStart(2, "0")}>`;
+  const spell = (text) => Array.from(new TextEncoder().encode(text), name);
+  const encode = unigram.encode.bind(unigram);
+  unigram.encode = (words) => encode(words).flatMap((token) => {
+    if (ids.has(token) && token !== unk_token) return [token];
+    const bytes = spell(token);
+    return bytes.every((byte) => ids.has(byte)) ? bytes : [token];
+  });
+}
+
+// SentencePiece's normalizer replaces the longest known prefix again and again. transformers.js has an approximation.
+// The table is a number of bytes, a trie of so many in 32-bit units (Darts-clone), and texts that end with a zero.
+function readCharsmap(base64) {
+  const table = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  const begin = 4 + new DataView(table.buffer).getUint32(0, true);
+  const trie = new Uint32Array(table.buffer.slice(4, begin));
+  const next = (unit) => (unit >>> 10) << ((unit & 512) >>> 6);
+  const longest = (bytes, start) => {
+    let [place, found, length] = [next(trie[0]), -1, 0];
+    for (let at = start; at < bytes.length; at += 1) {
+      const unit = trie[place ^ bytes[at]];
+      if (unit === undefined || (unit & 0x800000ff) !== bytes[at]) break;
+      place ^= bytes[at] ^ next(unit);
+      if (unit & 256) [found, length] = [begin + (trie[place] & 0x7fffffff), at + 1 - start];
+    }
+    return [found, length];
+  };
+  return (text) => {
+    const [bytes, output] = [new TextEncoder().encode(text), []];
+    for (let start = 0; start < bytes.length;) {
+      const [found, length] = longest(bytes, start);
+      if (length) {
+        output.push(...table.subarray(found, table.indexOf(0, found)));
+        start += length;
+      } else {
+        do output.push(bytes[start++]); while ((bytes[start] & 0xc0) === 0x80);
+      }
+    }
+    return new TextDecoder().decode(Uint8Array.from(output));
+  };
+}
+
+export async function openTokenizer(folder) {
+  const opened = await AutoTokenizer.from_pretrained(folder);
+  const { model: pieces, normalizer } = opened._tokenizer;
+  fallBackToBytes(pieces);
+  for (const step of normalizer?.normalizers ?? [normalizer]) {
+    if (step?.config?.type === "Precompiled") step.normalize = readCharsmap(step.config.precompiled_charsmap);
+  }
+  return opened;
 }
 
 export function segments(text) {
