@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
 import lightformers_hf  # noqa: F401  registers the architectures, whose fields recipes name
 from lightformers_hf.loading import load_pretrained
 from lightformers_hf.processors import has_fast_bf16
+from lightformers_hf.recovery import check_reports
 
 NO_BF16 = (
     "bf16 has no effect, training is in float32: this processor multiplies matrices no faster in bfloat16 than in "
@@ -41,6 +43,24 @@ VOCABULARY, SCRIPT = (
     re.compile(r"^#.*\(vocabulary (\d+)\)", re.MULTILINE),
     re.compile(r"^#.*\brun_(\w+)\.py", re.MULTILINE),
 )
+
+
+NO_FP16 = "fp16 has no effect on a CPU, training is in float32. On processors that support it, --bf16 is faster."
+# Options of transformers 4, and of its example scripts: what to give now.
+OLD_OPTIONS = {
+    "group_by_length": "--train-sampling-strategy group_by_length, or --max-tokens",
+    "evaluation_strategy": "--eval-strategy",
+    "warmup_ratio": "--warmup-steps with a share below 1",
+    "overwrite_output_dir": "--overwrite-output",
+    "no_cuda": "--use-cpu",
+    "per_gpu_train_batch_size": "--per-device-train-batch-size",
+    "per_gpu_eval_batch_size": "--per-device-eval-batch-size",
+    "push_to_hub_token": "--hub-token",
+    "push_to_hub_model_id": "--hub-model-id",
+    "dataset_config_name": "--dataset-name NAME:CONFIGURATION",
+} | dict.fromkeys(("do_train", "do_eval", "do_predict"), "--train-file, --validation-file and --test-file as needed")
+# Options of transformers 4 that need no other.
+OLD_DEFAULTS = ("save_safetensors", "fp16_backend", "half_precision_backend", "overwrite_cache", "use_fast_tokenizer")
 
 
 @dataclass
@@ -123,10 +143,23 @@ class OutputArguments:
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         in_software = self.bf16 and self.use_cpu and not has_fast_bf16()
         self.bf16 = self.bf16 and not in_software
+        no_fp16 = self.fp16 and self.use_cpu
+        self.fp16 = self.fp16 and not no_fp16
+        self._check_libraries()
         super().__post_init__()
         self._check_schedule()
-        if in_software:
-            note(NO_BF16)
+        for text in [NO_BF16] * in_software + [NO_FP16] * no_fp16:
+            note(text)
+
+    def _check_libraries(self) -> None:
+        """Raise an error where DeepSpeed or a service for logs is asked for, and its file or library is missing."""
+        is_file = isinstance(self.deepspeed, str) and not self.deepspeed.lstrip().startswith("{")
+        if is_file and not os.path.isfile(self.deepspeed):
+            raise FileNotFoundError(f"deepspeed is {self.deepspeed}: there is no such file")
+        if self.deepspeed and find_spec("deepspeed") is None:
+            raise ValueError("deepspeed needs a library that is not installed: pip install deepspeed")
+        named = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
+        check_reports(name for name in named if name not in ("none", "all"))
 
     def _check_schedule(self) -> None:
         """Make the schedule once as a check: kinds differ in the arguments that they require or accept."""
@@ -260,6 +293,10 @@ def parse_arguments(classes: Iterable[type], argv: list[str] | None = None) -> t
     parser = _RunParser(tuple(classes), allow_abbrev=False)
     *parsed, rest = parser.parse_args_into_dataclasses([*given, *options], return_remaining_strings=True)
     known_options = [dash_option(f"--{name}") for name in names]
+    for name in (text.partition("=")[0].removeprefix("--").replace("-", "_") for text in rest):
+        if name in OLD_OPTIONS or name in OLD_DEFAULTS:
+            remedy = f"give {OLD_OPTIONS[name]}" if name in OLD_OPTIONS else "remove it"
+            raise ValueError(f"{dash_option(f'--{name}')} is an option of transformers 4: {remedy}.")
     check_names([text.partition("=")[0] for text in rest], known_options, "There is no option")
     for each in parsed:
         if isinstance(each, ModelArguments):

@@ -413,7 +413,7 @@ def run_script(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # a library that an option needs
         if os.environ.get("RANK", "0") == "0":
             Console(stderr=True).print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -264,6 +264,13 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
         ({"metric": "multi_blue"}, "no metric 'multi_blue'; did you mean multi-bleu"),
         ({"metric_for_best_model": "blue"}, "metric_for_best_model is 'blue': expected .* loss, bleu, chrf"),
         ({"source_lang": "de=translate: ", "source_prefix": "translate:"}, "remove --source-prefix"),
+        ({"deepspeed": "none.json"}, "deepspeed is none.json: there is no such file"),
+        ({"report_to": "tensorboad"}, "report_to is 'tensorboad'"),
+        (
+            {"group_by_length": True},
+            "--group-by-length is an option of transformers 4: give --train-sam",
+        ),
+        ({"save_safetensors": True}, "--save-safetensors is an option of transformers 4: remove it"),
     ],
 )
 def test_bad_input_ends_before_the_first_step(base, tiny_marian, tmp_path, changes, message):
@@ -413,6 +420,8 @@ def test_what_a_run_does_otherwise_than_asked_is_noted(base, tmp_path, capsys):
     assert "last training loss" in shown
     said, _ = run(max_steps=3, warmup_steps=2, output_dir=tmp_path / "short")
     assert "note:" not in said
+    said, _ = run(max_steps=1, fp16=True, output_dir=tmp_path / "half")
+    assert "note: fp16 has no effect on a CPU, training is in float32" in said
 
 
 def test_samples_a_second_are_those_that_were_trained_on(base, tmp_path):
