@@ -178,7 +178,9 @@ def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str
         command += "".join(f" --results {file}" for file in results)
         # The same command would find the folder.
         reason = str(error).partition(AGAIN)[0].removesuffix(" and ").rstrip(": ")
-        raise type(error)(f"{reason}. {folder} is complete: repeat the push with `{command}`") from error
+        # Errors of other classes may not be made of a text, such as those of httpx.
+        kind = next(one for one in (PermissionError, ConnectionError, OSError, ValueError) if isinstance(error, one))
+        raise kind(f"{reason}. {folder} is complete: repeat the push with `{command}`") from error
 
 
 def preview_push(folder: str | Path, name: str, *, results: Sequence[str | Path] = ()) -> dict[str, int]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import threading
 import zipfile
 from collections import Counter
@@ -671,11 +672,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def hide_bars() -> Iterator[None]:
-    """Inside, transformers shows no bar when it loads or saves a model."""
-    shown = is_progress_bar_enabled()
+    """Inside, transformers shows no bar when it loads or saves a model, and datasets none when it maps rows."""
+    switches: list[tuple[bool, Callable[[], None]]] = [(is_progress_bar_enabled(), enable_progress_bar)]
     disable_progress_bar()
+    if library := sys.modules.get("datasets"):
+        switches.append((library.are_progress_bars_enabled(), library.enable_progress_bars))
+        library.disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
-            enable_progress_bar()
+        for shown, enable in switches:
+            if shown:
+                enable()

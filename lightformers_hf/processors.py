@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -67,15 +68,29 @@ def usual_settings() -> Iterator[None]:
             torch.set_default_device(device)
 
 
+_THREADS = threading.Lock()
+_numbers: dict[object, int] = {}  # of each block of `use_threads` in all threads, after that before the first
+
+
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Set the number of PyTorch's threads for a block, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    """Set the number of PyTorch's threads for a block, and restore it afterwards.
+
+    The number is that of the process. Blocks of several threads may overlap: the last one to end restores it.
+    """
+    block = object()
+    with _THREADS:
+        _numbers.setdefault(None, torch.get_num_threads())
+        _numbers[block] = count
+        torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _THREADS:
+            del _numbers[block]
+            torch.set_num_threads([*_numbers.values()][-1])
+            if len(_numbers) == 1:
+                _numbers.clear()
 
 
 def give_back_memory() -> None:

@@ -112,7 +112,7 @@ def serve(tmp_path, light, tiny_marian):
         port = free.getsockname()[1]
     variables = {name: f"http://127.0.0.1:{proxy.getsockname()[1]}" for name in ("HTTP_PROXY", "HTTPS_PROXY")}
     variables |= {name.lower(): value for name, value in variables.items()}
-    variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+    variables["ALL_PROXY"] = "socks5://127.0.0.1:9"
     root = str(Path(app.__file__).parents[1])
     environment = {**os.environ, **variables, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     started = []
@@ -122,6 +122,8 @@ def serve(tmp_path, light, tiny_marian):
         if how == "space":
             (tmp_path / "app.py").write_text(Path(app.__file__).read_text(encoding="utf-8"), encoding="utf-8")
             command = [sys.executable, "app.py"]
+            del environment["ALL_PROXY"]
+            environment.update(NO_PROXY="127.0.0.1,localhost", no_proxy="127.0.0.1,localhost")
             environment.update(TEACHER=str(tiny_marian), LIGHT=str(light), GRADIO_SERVER_PORT=str(port))
         with (tmp_path / "log").open("wb") as log:
             # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.

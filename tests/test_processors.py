@@ -10,7 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightformers_hf import processors
-from lightformers_hf.processors import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes
+from lightformers_hf.processors import (
+    FIRST_SHAPES,
+    MANY_SHAPES,
+    EvenProducts,
+    cast_once,
+    has_many_shapes,
+    use_threads,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -155,3 +162,19 @@ def test_only_matrices_of_numbers_are_cast():
 def test_models_whose_layers_are_alike_have_few_shapes():
     assert not has_many_shapes(nn.ModuleList(nn.Linear(5, 3) for _ in range(50)))
     assert has_many_shapes(nn.ModuleList(nn.Linear(5, 1 + n) for n in range(MANY_SHAPES + 1)))
+
+
+def test_blocks_of_threads_may_nest_and_overlap():
+    before = torch.get_num_threads()
+    first, second = use_threads(before + 1), use_threads(before + 2)
+    with first:
+        second.__enter__()
+        assert torch.get_num_threads() == before + 2
+    assert torch.get_num_threads() == before + 2
+    second.__exit__(None, None, None)
+    assert torch.get_num_threads() == before
+    with use_threads(before + 1):
+        with use_threads(before + 2):
+            pass
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before

@@ -51,6 +51,7 @@ from .framework import (
     pop_languages,
     read_options,
     section,
+    without_proxies,
 )
 
 PUSH = (
@@ -353,13 +354,15 @@ def compare(teacher: str, model: str, port: int | None, host: str, browser: bool
     Example: lightformers compare opus-mt-de-en opus-mt-de-en-light --open
     """
     check_installed("gradio", "app", "compare")
-    from ..app import build, check_address, serve, wait
+    with without_proxies():  # gradio's clients look for them when it is imported
+        from ..app import build, check_address, serve, wait
 
     check_address(host, port)
     page = build(teacher, model, **pop_languages(options), **options)
-    address = serve(page, host=host, port=port, browser=browser)
-    click.echo(f"Both models are at {address} until Ctrl-C.")
-    wait(page)
+    with without_proxies():
+        address = serve(page, host=host, port=port, browser=browser)
+        click.echo(f"Both models are at {address} until Ctrl-C.")
+        wait(page)
 
 
 @command(

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
@@ -26,7 +27,7 @@ import click
 
 from ..conversion.options import METHODS, CompressionOptions, read_pattern
 from ..deprecated import MOVED_COMMANDS, current_words
-from ..files import check_file, check_folder, find_folder, is_full_disk, json_text
+from ..files import check_file, check_folder, find_folder, is_full_disk, json_text, write_whole
 from ..results import Result, print_parts
 from ..text import check_data
 
@@ -42,6 +43,7 @@ CLOSED = set[str]()  # standard streams that were closed when the process began
 SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
+PROXY = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)  # variables of the environment
 NAME = "lightformers"
 GRACE = 5.0  # seconds from SIGTERM to the end of a process; a container's runtime waits for ten
 
@@ -150,7 +152,11 @@ class Command(click.Command):
                 print_parts(answer.parts)
             if json_file is not None:
                 text = json_text(answer.data, "--json")
-                sys.stdout.write(text) if to_stdout else json_file.write_text(text, encoding="utf-8")
+                if to_stdout:
+                    sys.stdout.write(text)
+                else:
+                    with write_whole(json_file) as opened:
+                        opened.write(text.encode())
         except BrokenPipeError:  # the reader has closed the pipe: click ends quietly
             raise
         except KeyboardInterrupt:
@@ -230,7 +236,7 @@ def command(*parameters: click.Parameter) -> Callable[[Callable], Command]:
 
 def explain(error: Exception, typed: Mapping[str, str]) -> str:
     """Return one line about an error that the user can correct; nothing for a fault of the program."""
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError | OSError) and not is_of(error, "torch"):
         return as_typed(" ".join(str(error).split()), typed)  # those of libraries have several lines
     from ..loading import is_out_of_memory
 
@@ -241,6 +247,13 @@ def explain(error: Exception, typed: Mapping[str, str]) -> str:
     if isinstance(error, ImportError) and "socksio" in str(error):
         return "a SOCKS proxy is set (ALL_PROXY), for which socksio is missing: pip install 'httpx[socks]'"
     return ""
+
+
+def is_of(error: Exception, library: str) -> bool:
+    """Whether a library raised an error, by the module of the last call."""
+    calls = traceback.walk_tb(error.__traceback__)
+    last = [frame.f_globals.get("__name__", "") for frame, _ in calls][-1:]
+    return any(name.partition(".")[0] == library for name in last)
 
 
 def as_typed(message: str, typed: Mapping[str, str]) -> str:
@@ -336,6 +349,16 @@ def check_open(name: str, remedy: str) -> None:
     """Raise `ValueError` where a standard stream is closed that is needed."""
     if name in CLOSED:
         raise ValueError(f"standard {'input' if name == 'stdin' else 'output'} is closed: {remedy}")
+
+
+@contextmanager
+def without_proxies() -> Iterator[None]:
+    """Inside, no connection goes through a proxy, as those of a page that is served and read on this machine."""
+    found = {name: os.environ.pop(name) for name in [*os.environ] if PROXY.fullmatch(name)}
+    try:
+        yield
+    finally:
+        os.environ.update(found)
 
 
 def check_installed(module: str, extra: str, what: str) -> None:

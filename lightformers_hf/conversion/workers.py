@@ -37,7 +37,7 @@ def share_cores(*, progress: bool = False) -> Iterator[None]:
     """
     global _worker_count, _progress
     before = _worker_count, _progress
-    _worker_count, _progress = torch.get_num_threads(), progress
+    _worker_count, _progress = count_workers(), progress  # another thread may be in such a block
     try:
         with use_threads(1):
             yield

@@ -2,9 +2,11 @@
 
 from .runs import (
     ScoredPart,
+    check_reports,
     find_last_checkpoint,
     load_distiller,
     load_trainable,
+    one_process,
     remove_checkpoints,
     train,
 )
@@ -15,10 +17,12 @@ __all__ = [
     "RecoveryTrainer",
     "ScoredPart",
     "TokenBatchSampler",
+    "check_reports",
     "find_last_checkpoint",
     "hidden_loss",
     "load_distiller",
     "load_trainable",
+    "one_process",
     "remove_checkpoints",
     "train",
     "training_loss",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import random
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
@@ -33,12 +36,60 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from ..loading import check_checkpoint, check_vocabulary, load_pretrained, load_whole, resolve_source
 from ..vocabularies import keep_tokens, match_tokens
+
+# Variables by which launchers of several processes speak to accelerate and transformers.
+LAUNCHER = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|FORK_LAUNCHED|"
+    r"(ACCELERATE|FSDP|MEGATRON_LM|OMPI|PMI|PMIX|MV2|MPI|TORCHELASTIC|PARALLELISM_CONFIG)_\w+)"
+)
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Inside, a training runs in this process alone, whatever a launcher's variables say. A warning names them."""
+    found = {name: os.environ.pop(name) for name in sorted(os.environ) if LAUNCHER.fullmatch(name)}
+    if found:
+        names = ", ".join([*found][:3]) + (", …" if len(found) > 3 else "")
+        logger.warning(
+            f"this is a training in one process, which ignores {names} of the environment; the scripts in training/ "
+            "train in several"
+        )
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if LAUNCHER.fullmatch(name)]:  # transformers sets some
+            del os.environ[name]
+        os.environ.update(found)
+
+
+@contextmanager
+def keep_randomness() -> Iterator[None]:
+    """Give the caller's generators of random numbers their states back in the end. A Trainer sets their seeds."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def check_reports(report_to: Iterable[str]) -> None:
+    """Raise `ValueError` where a service that logs a training is unknown, or its library is not installed."""
+    for name in report_to:
+        try:
+            for callback in get_reporting_integration_callbacks(name):
+                callback()
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise ValueError(f"report_to is {name!r}: {error}") from error
 
 
 def load_trainable(

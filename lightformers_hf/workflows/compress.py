@@ -28,10 +28,11 @@ from ..hub import Push, check_push, push_folder
 from ..in_memory import AnyModel, identify, model_name, on_disk
 from ..languages import split_language, split_prefix
 from ..loading import resolve_source
+from ..recovery import check_reports
 from ..results import Result
 from ..text import data_name, load_parallel, load_text
 from .convert import convert
-from .recover import Recovery, check_minutes, check_reports, claim, find_added, recover
+from .recover import Recovery, check_minutes, claim, find_added, recover
 
 if TYPE_CHECKING:
     from rich.table import Table

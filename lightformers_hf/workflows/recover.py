@@ -34,7 +34,6 @@ from transformers import (
     PrinterCallback,
     set_seed,
 )
-from transformers.integrations import get_reporting_integration_callbacks
 
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
@@ -78,9 +77,11 @@ from ..processors import has_fast_bf16
 from ..recovery import (
     RecoveryTrainer,
     ScoredPart,
+    check_reports,
     find_last_checkpoint,
     load_distiller,
     load_trainable,
+    one_process,
     remove_checkpoints,
     train,
 )
@@ -94,6 +95,7 @@ from ..recovery.runs import (
     choose_settings,
     find_distance,
     hush_trainer,
+    keep_randomness,
     plan_steps,
     training_arguments,
 )
@@ -187,10 +189,10 @@ def recover(
             raise ValueError(f"{light} is given as the model and as its teacher: the teacher is the dense checkpoint")
         inputs = [light, dense, data, validation]
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
-        set_seed(seed)
-        with parents(output), lock(output), hush_trainer():
+        with one_process(), keep_randomness(), parents(output), lock(output), hush_trainer():
             if (output / RECORD_FILE).exists():  # read again, now without other writers
                 record = claim(output, asked, overwrite=overwrite, inputs=inputs)
+            set_seed(seed)
             run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
             if "scores" not in record:
                 begin(output, record)
@@ -209,16 +211,6 @@ def check_minutes(minutes: float) -> None:
     """Raise `ValueError` where a time to train is none."""
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes is {minutes}, expected a number above 0")
-
-
-def check_reports(report_to: Iterable[str]) -> None:
-    """Raise `ValueError` where a service that logs a training is unknown, or its library is not installed."""
-    for name in report_to:
-        try:
-            for callback in get_reporting_integration_callbacks(name):
-                callback()
-        except (ValueError, RuntimeError, ImportError) as error:
-            raise ValueError(f"report_to is {name!r}: {error}") from error
 
 
 def check_generation(generation: GenerationConfig, folder: Path) -> None:

@@ -1,10 +1,11 @@
 """What commands have alike: messages name options as they are typed."""
 
 import pytest
+import torch
 from rich.table import Table
 
 from lightformers_hf.cli import app
-from lightformers_hf.cli.framework import as_typed
+from lightformers_hf.cli.framework import as_typed, explain
 from lightformers_hf.results import make_console
 
 TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
@@ -29,6 +30,15 @@ TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params
 )
 def test_messages_name_options_as_they_are_typed(message, typed):
     assert as_typed(message, TYPED) == typed
+
+
+def test_an_error_within_torch_is_no_mistake_of_the_user():
+    reasons = []
+    for call in (lambda: torch.optim.SGD([torch.zeros(1)], lr=-1), lambda: int("x")):
+        with pytest.raises(ValueError) as found:  # noqa: PT011
+            call()
+        reasons.append(explain(found.value, {}))
+    assert reasons == ["", "invalid literal for int() with base 10: 'x'"]
 
 
 def test_every_option_says_what_it_is_for():

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import random
 import shutil
 
+import numpy
 import pyarrow as pa
 import pytest
 import torch
@@ -198,6 +201,27 @@ def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, mon
     printed = console.export_text()
     assert "none better than it was" in printed
     assert "CER -1.0, BLEU 0.0" in printed or not metrics
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+        {"ACCELERATE_USE_DEEPSPEED": "true"},
+    ],
+)
+def test_variables_of_launchers_do_not_matter(place, tiny_marian, tmp_path, monkeypatch, caplog, capfd, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before, drawn = dict(os.environ), [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()]
+    recover(place / "light", tmp_path / "out", **options(place, tiny_marian, minutes=0.005, seed=3))
+    assert f"one process, which ignores {min(variables)}" in caplog.text
+    assert dict(os.environ) == before
+    assert "Tokenizing" not in capfd.readouterr().err  # progress is False
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert [random.getstate(), numpy.random.get_state()[1].tolist()] == drawn[1:]
 
 
 def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_marian, tmp_path, monkeypatch):
