@@ -676,7 +676,7 @@ def hide_bars() -> Iterator[None]:
     switches: list[tuple[bool, Callable[[], None]]] = [(is_progress_bar_enabled(), enable_progress_bar)]
     disable_progress_bar()
     if library := sys.modules.get("datasets"):
-        switches.append((library.are_progress_bars_enabled(), library.enable_progress_bars))
+        switches.append((not library.utils.are_progress_bars_disabled(), library.enable_progress_bars))
         library.disable_progress_bars()
     try:
         yield
