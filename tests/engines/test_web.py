@@ -194,7 +194,8 @@ def test_characters_that_are_no_piece_are_bytes_in_the_page(serve, chromium, tmp
     )
     MarianMTModel(MarianConfig(**sizes(16), **marian_tokens(len(tokenizer)))).save_pretrained(tmp_path / "model")
     export_web(tmp_path / "model", tmp_path / "page")
-    texts = ["Ein 😀 Hund", "🏳️\u200d🌈", "中 𝔘 und é", "<b> {0} &amp; 42%", "  zwei  ", "Ein Hund."]
+    texts = ["Ein 😀 Hund", "🏳️\u200d🌈", "中 𝔘 und é", "<b> {0} &amp; 42%", "  zwei  ", "ﬁn ½ ｱﾊﾟｰﾄ e\u0301"]
+    texts += ["a\u00adb\u200bc\ufeffd\x07"]
     page = chromium.new_page()
     page.goto(serve[0](tmp_path / "page"))
     found = page.evaluate(
