@@ -24,6 +24,15 @@ NORMALIZER, CHARSMAP, ADD_PREFIX, REMOVE_SPACES = 3, 2, 3, 4  # fields of a mode
 SENTENCES = 2_000
 # First and last characters of scripts, symbols and spaces that the comparison takes sentences from.
 SCRIPTS = "az AZ 09 àÿ ąž αω ая اي کی अह กฮ ぁん ァン 一鿿 가힣 აჰ את ԱՖ ሀፐ 😀🙏 🌀🗿 ⁰₎ ℀ⅎ ①⒛ ﬀﬆ ！ｚ".split()
+# Emoji of one and of several characters, rare characters, accents alone, markup, invisible characters.
+DIFFICULT = (
+    "😀 👍🏽",
+    "🏳️\u200d🌈🇩🇪",
+    "中𠮷𝔘",
+    "e\u0301a\u030a",
+    "<b>{0}</b> &amp; %s 3.5",
+    "a\u00adb\u200bc\ufeffd\x07",
+)
 PUNCTUATION = ".,;:!?'\"()[]{}<>-–—…“”„‚‘’«»¿¡/\\&%$€£@#*+=|~^`´°·"
 SPACES = [" "] * 12 + ["  ", "\t", "\u00a0", "\u2009", "\u3000", "\n", "\u200b", "\r\n", "\ufeff"]
 KNOWN = ("MarianTokenizer", "M2M100Tokenizer")
@@ -51,7 +60,7 @@ class TokenizerReport:
 
 
 def write_tokenizer_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> TokenizerReport:
-    """Write `tokenizer.json` to a folder that the tokenizer was saved in, if it lacks one, and compare both."""
+    """Compare a `tokenizer.json` with the tokenizer that a folder was saved from, and write it, if it is missing."""
     if (folder / FILE).is_file():
         return TokenizerReport()
     kind = type(tokenizer).__name__
@@ -60,8 +69,9 @@ def write_tokenizer_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> To
     if getattr(tokenizer, "separate_vocabs", False):
         return TokenizerReport(missing="source and target have separate vocabularies, which one file cannot hold")
     made = convert_marian(tokenizer) if kind == "MarianTokenizer" else convert_m2m_100(tokenizer)
+    report = compare(tokenizer, made)
     made.save(str(folder / FILE), pretty=False)
-    return compare(tokenizer, made)
+    return report
 
 
 def convert_marian(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -159,9 +169,10 @@ def compare(tokenizer: PreTrainedTokenizerBase, made: Tokenizer, sentences: int 
 
 def sample_sentences(tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
     """Sentences of the tokenizer's own words, other scripts, emoji, punctuation and odd spaces, always the same."""
+    yield from DIFFICULT[:count]
     source = random.Random(0)
     words = [token.replace(SPACE, "") for token in tokenizer.get_vocab() if SPACE in token] or ["a"]
-    for _ in range(count):
+    for _ in range(count - len(DIFFICULT)):
         parts = []
         for _ in range(source.randint(1, 16)):
             kind = source.random()
