@@ -436,11 +436,11 @@ def wait(**_):
     lock(mutex)
 
 framework.GRACE = 0.2
-commands.parameters.function = wait
+commands.app.commands["demo"].function = wait
 commands.main()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    command = [sys.executable, "-c", script, "parameters", "x.yaml"]
+    command = [sys.executable, "-c", script, "demo", "x"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.terminate()
