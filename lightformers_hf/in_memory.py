@@ -32,11 +32,7 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     places = [
         None if one is None or number in loaded else os.path.expanduser(one) for number, one in enumerate(models)
     ]
-    if tokenizer is not None and not loaded:
-        raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
-    if loaded and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        found = "missing" if tokenizer is None else f"a {type(tokenizer).__name__}"
-        raise ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
+    check_tokenizer_of(tokenizer, *models)
     with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
             place = Path(folder, str(number), model_name(model).rpartition("/")[2])
@@ -55,6 +51,16 @@ def save_all(model: PreTrainedModel, place: Path) -> None:
     whole.save_pretrained(place)
 
 
+def check_tokenizer_of(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None) -> None:
+    """Raise `ValueError` if models are loaded and their tokenizer is not, or the other way round."""
+    loaded = any(model is not None and is_loaded(model) for model in models)
+    if tokenizer is not None and not loaded:
+        raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
+    if loaded and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        found = "missing" if tokenizer is None else f"a {type(tokenizer).__name__}"
+        raise ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
+
+
 def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:
     """Whether a model is loaded, not a folder or a name on the Hub. Raises `ValueError` for other objects."""
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
@@ -63,6 +69,11 @@ def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:
             "Merge an adapter with merge_and_unload()"
         )
     return isinstance(model, PreTrainedModel)
+
+
+def given_folders(*models: AnyModel) -> list[str]:
+    """Folders and Hub names of those models that are not loaded."""
+    return [os.path.expanduser(model) for model in models if not isinstance(model, PreTrainedModel)]
 
 
 def model_name(model: AnyModel) -> str:

@@ -10,7 +10,7 @@ import sys
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +56,7 @@ WRAPPERS = {
 }
 QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # suffixes of quantized weights
 LOADING = threading.RLock()  # transformers changes functions of PyTorch while it loads, for all threads
+NOWHERE = torch.device("meta")  # of a skeleton's tensors
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -132,7 +133,7 @@ def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedCon
             f"{folder} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART "
             "or LightFormer."
         )
-    check_stored(config, CheckpointReader(folder), folder)
+    check_stored(config, CheckpointReader(folder).shapes(), folder)
     return config
 
 
@@ -156,14 +157,14 @@ def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str 
     return names[0]
 
 
-def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str | os.PathLike) -> None:
+def check_stored(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
     """Raise `ValueError` for weights that are quantized, or a wrapped model's, and where the configuration has a size
     that no tensor has.
 
     A model is built before its tensors are put in place: depths and tables that nothing was stored for would take
     hours, or more memory than there is.
     """
-    names = reader.keys()
+    names = list(shapes)
     said = getattr(config, "quantization_config", None)
     if said or any(key.endswith(QUANTIZED) for key in names):
         method = said.get("quant_method") if isinstance(said, dict) else None
@@ -177,7 +178,6 @@ def check_stored(config: PreTrainedConfig, reader: CheckpointReader, name: str |
                 f"the names of the tensors of {name} begin with {prefix!r}, because a model wrapped by {wrapper} was "
                 f"saved. Save the model inside, with {inner}.save_pretrained(folder), and give that folder"
             )
-    shapes = reader.shapes()
     longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
     largest = max((math.prod(shape) for shape in shapes.values()), default=1)
     for field, value in vars(config).items():
@@ -288,12 +288,9 @@ class CheckpointReader:
         """The type a tensor is stored in. Raises ValueError if it is not there."""
         return self.read(name).dtype
 
-    def main_dtype(self) -> torch.dtype:
-        """The type that most numbers are stored in."""
-        sizes: Counter[torch.dtype] = Counter()
-        for name, shape in self.shapes().items():
-            sizes[self.dtype(name)] += math.prod(shape)
-        return sizes.most_common(1)[0][0]
+    def read_all(self) -> dict[str, Tensor]:
+        """{name: tensor} of all tensors, mapped."""
+        return {name: self.read(name) for name in self.keys()}
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""
@@ -372,6 +369,14 @@ def read_index(path: Path) -> dict[str, set[str]]:
     return names_of
 
 
+def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The type that most numbers are stored in."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.numel()
+    return sizes.most_common(1)[0][0]
+
+
 def all_finite(tensor: Tensor) -> bool:
     """Whether nothing in a tensor is NaN or infinite: in one pass, with no other tensor as large, such as a mask."""
     return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
@@ -391,7 +396,7 @@ def check_finite(tensor: Tensor, tensor_name: str, name: str | os.PathLike) -> N
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The model without storage: every name and shape, no byte of weights."""
-    with torch.device("meta"):
+    with NOWHERE:
         return model_class(config)
 
 
@@ -423,12 +428,12 @@ def complete(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> Pre
     """
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    if gaps := [name for name, tensor in stored_tensors(model).items() if tensor.is_meta]:
+    if gaps := [name for name, tensor in stored_tensors(model).items() if tensor.device == NOWHERE]:
         raise ValueError(f"{type(model).__name__} lacks values of {', '.join(gaps)}, which is a mistake: report it")
     for module in model.modules():
         if isinstance(module, SinusoidalPositions):
             module.to_empty(device="cpu").reset()
-    return model.requires_grad_(False).eval()
+    return model.eval()
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+NOWHERE = torch.device("meta")  # of a skeleton's tensors
+
 
 @dataclass(frozen=True, eq=False)
 class Weight:
@@ -53,7 +55,7 @@ class Weight:
         """Let a module have this weight, in the type of its parameters, which may be on `meta`. Gradients are off."""
         own = module.state_dict()
         state = {
-            name: tensor.to(own[name].dtype if own[name].is_meta else own[name]).contiguous()
+            name: tensor.to(own[name].dtype if own[name].device == NOWHERE else own[name]).contiguous()
             for name, tensor in self.state(module).items()
         }
         module.load_state_dict(state, assign=True)

@@ -53,10 +53,10 @@ from run_translation import ARGUMENTS
 from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
-from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.evaluation.comparison import EngineComparison, check_forms, compare_engines
 from lightformers_hf.evaluation.quality import Difference
-from lightformers_hf.loading import load_pretrained, resolve_source, unique_parameters
+from lightformers_hf.loading import load_pretrained, unique_parameters
 from lightformers_hf.text import load_parallel
 
 TRAIN = Path(__file__).with_name("run_translation.py")
@@ -384,7 +384,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("Pictures need matplotlib: pip install 'lightformers_hf[demo]'")
     check_forms(args.engines)
     methods = parse_methods(args.methods)
-    config = Teacher(resolve_source(args.teacher), args.teacher).config
+    config = read(args.teacher).config
     args.layers = {stack: getattr(config, f"{stack}_layers") for stack in ("encoder", "decoder")}
     tests = test_names(args.test_file)
     rows = measure(list_runs(args, methods), methods, args, others)

@@ -26,13 +26,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..checkpoints.teacher import Teacher
 from ..corpus import Corpus
 from ..languages import add_prefix, find_prefixes
 from ..loading import position_limit
 from ..text import tokenize_pairs
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch, cut_batches
-from .teacher import Teacher
 from .workers import AT_ONCE, Step, cast_weights, fast_products, map_in_threads
 
 if TYPE_CHECKING:  # self-generated text needs none of it
@@ -61,7 +61,7 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
     """The user's text that is to be read, as of `sample_pairs`; `None` where there is none."""
     if options.calibration is None:
         return None
-    tokenizer = teacher.tokenizer()
+    tokenizer = teacher.need_tokenizer()
     if getattr(tokenizer, "tgt_lang", "") is None:
         raise ValueError(
             f"{teacher.name} translates between many languages: give source_lang and target_lang, columns of the "
@@ -73,7 +73,7 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
 def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None) -> float:
     """Tokens a side that `sample_text` will have, about."""
     if pairs is not None:
-        return len(pairs) * mean_tokens(teacher.config, teacher.tokenizer(), pairs)
+        return len(pairs) * mean_tokens(teacher.config, teacher.need_tokenizer(), pairs)
     return (options.calibration_samples or default_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
 
 
@@ -88,7 +88,7 @@ def sample_text(
     if pairs is None:
         return synthetic_batches(model, teacher, options.calibration_samples, study.calibration_seed)
     if "target" in pairs.column_names:
-        return parallel_batches(model, teacher.tokenizer(), pairs)
+        return parallel_batches(model, teacher.need_tokenizer(), pairs)
     return translated_batches(model, teacher, pairs["source"][:])
 
 
@@ -172,7 +172,7 @@ def sample_pairs(
 
 def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int) -> list[Batch]:
     """Batches as `Calibration` takes them, from the teacher alone."""
-    tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
+    tokenizer = teacher.tokenizer
     limit = position_limit(model.config) or LONGEST
     number, size = (samples, BATCH) if samples else default_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
@@ -234,7 +234,7 @@ def random_texts(
 
 def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str]) -> list[Batch]:
     """Batches of the user's texts with the teacher's translations."""
-    tokenizer = teacher.tokenizer()
+    tokenizer = teacher.need_tokenizer()
     positions = position_limit(model.config) or LONGEST
     limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
     sources = sorted(filter(str.strip, texts), key=len)
@@ -254,7 +254,7 @@ def _with_targets(
     """
 
     # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in trained models.
-    own = teacher.generation_config()
+    own = teacher.generation_config
     rules = {name: getattr(own, name) for name in TOKEN_RULES} | {"do_sample": False, "use_cache": True}
 
     def make(batch: tuple[tuple[Tensor, Tensor], int]) -> Batch:

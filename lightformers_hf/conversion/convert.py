@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..checkpoints.fidelity import check_outputs
+from ..checkpoints.teacher import Teacher, copy_model, shorten, trim
 from ..files import CARD_FILE
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
@@ -22,15 +25,12 @@ from ..text import fingerprint
 from .allocation import Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import model_card
-from .families import OwnFamily
-from .fidelity import check_outputs
 from .forms import Form, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, find_refitted, predict_tokens, refit, share_of_equal
 from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
 from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
-from .teacher import Teacher
 from .vocabulary import choose_tokens
 from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
 
@@ -42,6 +42,8 @@ LAYERS, LOGITS, ALGEBRA, SLOWER = 0.33, 0.33, 0.09, 2
 GIVEN, LOADING, SHARED = 0.6, 8.0, 0.5
 # Bytes of the libraries, and how often the model is in memory in float32: teacher, result, activations.
 LIBRARIES, COPIES = 7e8, 1.9
+
+DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +67,12 @@ class Measured:
     sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
 
 
-def compress(
-    folder: Path, source: str, options: CompressionOptions, study: StudyOptions | None, *, dry: bool
-) -> Compressed:
-    """Choose the form of every site of the teacher in a folder, and make the smaller model, unless the run is `dry`.
-
-    `source` is the teacher's name as the user gave it.
-    """
+def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptions | None, *, dry: bool) -> Compressed:
+    """Choose the form of every site of a teacher, and make the smaller model, unless the run is `dry`."""
     asked_study, study = study, resolve_study(options, study)
     device = check_device(options.device)
-    checkpoint = Teacher(folder, source, (options.source_lang, options.target_lang))
-    whole = checkpoint.keep_tokens(choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
-    teacher = whole.keep_layers({"encoder": options.encoder_layers, "decoder": options.decoder_layers})
+    whole = trim(checkpoint, choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
+    teacher = shorten(whole, {"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense = share_layers(teacher, options, study)
     originals = Originals(
         teacher,
@@ -88,12 +84,8 @@ def compress(
     units = find_units(originals, options, study)
     steps = find_steps(whole, originals, options, study)
     removed = check_choices(units, originals, options, study) if "weight" in steps else None
-    if teacher.has_tokenizer:
-        teacher.tokenizer()  # one that does not fit ends it here
-    teacher.generation_config()  # and so does one that cannot be written
-    if not (dry or issubclass(checkpoint.family, OwnFamily)):
-        check_outputs(checkpoint.load(), folder, checkpoint.family.own_name)
-
+    if not dry:
+        check_outputs(checkpoint)
     measured = Measured(teacher)
     if "weight" in steps or ("bridge" in steps and not dry):
         measured = measure(whole, teacher, options, study, removed, bridges="bridge" in steps, device=device)
@@ -106,7 +98,7 @@ def compress(
     fields: dict[str, object] = {}
     for form in all_forms():
         fields |= form.fields(matrix_sizes(chosen, form), dense)
-    model = skeleton(teacher.model_class, type(dense.config)(**{**dense.config.to_dict(), **fields}))
+    model = skeleton(type(teacher.model), type(dense.config)(**{**dense.config.to_dict(), **fields}))
     agreement = None
     if not dry:
         made, agreement = fit(model, chosen, originals, measured, refits=refits)
@@ -135,7 +127,7 @@ def find_steps(
     """
     teacher, dense = originals.teacher, originals.dense
     steps: set[str] = set()
-    is_seq2seq = issubclass(teacher.model_class, ConditionalGenerationHead)
+    is_seq2seq = isinstance(teacher.model, ConditionalGenerationHead)
     if teacher is not whole and is_seq2seq and study.refit is not False:
         steps.add("bridge")
     if is_seq2seq and options.method != "paper" and (originals.is_aligned or options.policy.compresses):
@@ -146,7 +138,7 @@ def find_steps(
         if not is_seq2seq:
             raise ValueError(
                 f"{needed} needs calibration, which is for sequence-to-sequence models; "
-                f"{teacher.name} is a {teacher.model_class.__name__}"
+                f"{teacher.name} is a {type(teacher.model).__name__}"
             )
         raise ValueError(
             f"{needed} is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
@@ -173,11 +165,12 @@ def measure(
     if shows_progress() and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
         tqdm.write(forecast(whole.model, count_tokens(whole, options, pairs), given=given), file=sys.stderr)
-    model = whole.load().to(device)
+    model = copy_model(whole.model).to(device)
     batches, held = hold_out(sample_text(model, whole, options, study, pairs))
-    shorter = model if teacher is whole else teacher.load().to(device)
+    shorter = model if teacher is whole else copy_model(teacher.model).to(device)
     if bridges:
-        teacher = teacher.change(bridge(shorter, model, teacher.depths, batches))
+        bridge(shorter, model, teacher.layers, batches)
+        teacher = replace(teacher, model=copy_model(shorter).cpu())
     calibration = None
     if removed is not None:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
@@ -220,7 +213,7 @@ def report_matrices(
     """Reports in the order of the model's matrices, with the `errors` of sites."""
     reports = {}
     for one in chosen:
-        error = errors[one.site]
+        error = round(errors[one.site], DIGITS)
         for name in one.site.matrices:
             (m, n), kept = one.site.shape_of(name), model.get_submodule(name).parameters()
             reports[name] = MatrixReport(
@@ -228,7 +221,7 @@ def report_matrices(
                 form=DENSE if one.size is None else one.site.label,
                 setting=DENSE if one.size is None else one.site.wording.format(one.size),
                 parameters_after=sum(weight.numel() for weight in kept if weight.ndim == 2),
-                energy=1 - error**2, relative_error=error,
+                energy=round(1 - error**2, DIGITS), relative_error=error,
             )  # fmt: skip
     return [reports[name] for name, _ in find_matrices(dense)]
 
@@ -270,17 +263,31 @@ def fit(
     for site, (found, error) in made:
         coordinates.update(found)
         errors[site] = error
-    complete(student, {name: tensor.float() for name, tensor in originals.other_tensors().items()})
+    complete(student, originals.other_tensors())
     if measured.whole is None:
         return errors, None
     student.to(measured.whole.device)
     if refits:
         teacher = measured.teacher
-        refit(student, measured.whole, teacher.depths, measured.calibration, coordinates)
+        refit(student, measured.whole, teacher.layers, measured.calibration, coordinates)
     predicted, expected = (predict_tokens(model, measured.compared) for model in (student, measured.whole))
     share, tokens = share_of_equal(predicted, expected)
-    student.to("cpu")
+    complete(student.to("cpu"), {})
     return errors, Agreement(share=share, tokens=tokens, held_out=measured.held_out)
+
+
+def finish(result: Compressed, name: str) -> PreTrainedModel:
+    """Return the compressed model as users get it: in its stored type, with gradients, and with its report."""
+    model, teacher = result.model, result.teacher
+    tensors = cast_tensors(stored_tensors(model), teacher.config.dtype or torch.float32)
+    shared = {tensor.data_ptr() for tensor in teacher.model.state_dict().values()}
+    for key, tensor in tensors.items():  # the user may train both
+        tensors[key] = tensor.clone() if tensor.data_ptr() in shared else tensor
+    load_tensors(model, tensors, assign=True)
+    model.generation_config = copy.deepcopy(teacher.generation_config)
+    model.config.name_or_path = model.name_or_path = name
+    model.compression_report = result.report
+    return model.requires_grad_(True)
 
 
 def write(result: Compressed, folder: Path, place: str) -> None:
@@ -288,12 +295,12 @@ def write(result: Compressed, folder: Path, place: str) -> None:
     teacher, model, report = result.teacher, result.model, result.report
     tensors = cast_tensors(stored_tensors(model), teacher.config.dtype or torch.float32)
     load_tensors(model, tensors, assign=True)
-    model.generation_config = teacher.generation_config()
+    model.generation_config = teacher.generation_config
     model.save_pretrained(folder)
-    if teacher.has_tokenizer:
+    if teacher.tokenizer is not None:
         # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
         # type.
-        teacher.tokenizer().save_pretrained(folder)
+        teacher.tokenizer.save_pretrained(folder)
     write_report(report, folder)
     facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
     (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")

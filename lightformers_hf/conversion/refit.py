@@ -44,7 +44,7 @@ CORRECTED = 0.5
 CONSTANT = 1e-6
 # Tokens of a batch.
 TOKENS = 1024
-NORMS, PARTS = (nn.LayerNorm, nn.RMSNorm), ("layers.", "layer_norm")
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and the nats per token that they must gain together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
@@ -85,22 +85,16 @@ def refit(
 
 
 @torch.no_grad()
-def bridge(
-    shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]
-) -> dict[str, Tensor]:
-    """Return new tensors of a teacher with fewer layers, refitted so that each also replaces the removed ones.
+def bridge(shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]) -> None:
+    """Refit a teacher with fewer layers so that each also replaces the removed ones, by new tensors in its modules.
 
     A stack that has all its layers (`depths`) is unchanged, unless it reads the outputs of a shorter one.
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
-    linear, norms = _find_modules(shorter, *(f"model.{stack}.{part}" for stack in stacks for part in PARTS))
     store = TensorStore(teacher.device)
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, share=1)
     regression.run(stacks, "fitting layers")
     balance(shorter, teacher, regression.batches, store)
-    state = shorter.state_dict()
-    changed = [f"{name}.{leaf}" for name in (*linear, *norms) for leaf in shorter.get_submodule(name).state_dict()]
-    return {name: state[name].cpu() for name in (*changed, "final_logits_bias")}
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
-from ..loading import printable_name, tensor_bytes
+from ..loading import tensor_bytes
 from ..results import Result
 from .options import DEFAULT_RATIO, GROUPS, HOW_FAR, LAYERS
 from .rules import rank_with_sharing, worth_factorizing
 
 if TYPE_CHECKING:
+    from ..checkpoints.teacher import Teacher
     from .options import CompressionOptions, StudyOptions
-    from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class CompressionReport(Result):
         facts = ModelFacts.of(model)
         return cls(
             source=teacher.name,
-            family=teacher.source_config.model_type,
+            family=teacher.family,
             architecture=facts.architecture,
             auto_class=facts.auto_class,
             options=chosen,
@@ -368,23 +368,24 @@ def copy_report(source: str, folder: str | Path) -> None:
 
 def _metadata(teacher: Teacher) -> dict[str, Any]:
     """Return the metadata that the teacher's card hands on. Languages may come from its tokenizer."""
-    hub_name = teacher.name if teacher.name != printable_name(teacher.folder) else None
-    inherited = inherited_metadata(teacher.folder, hub_name)
-    tokenizer = teacher.tokenizer() if teacher.has_tokenizer else None
-    named = [getattr(tokenizer, f"{side}_lang", None) for side in ("source", "target")]
+    inherited = inherited_metadata(teacher.folder, teacher.hub_name)
+    named = [getattr(teacher.tokenizer, f"{side}_lang", None) for side in ("source", "target")]
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
         inherited["language"] = list(dict.fromkeys(named))
     return inherited
 
 
-def inherited_metadata(folder: Path, hub_name: str | None) -> dict[str, str | list[str]]:
+def inherited_metadata(folder: Path | None, hub_name: str | None) -> dict[str, str | list[str]]:
     """Licence, languages and task that the card of a model names, for the cards of what is made from it.
 
     Args:
-        folder: where the model lies. Without a card, or with metadata that cannot be read, nothing is inherited.
+        folder: where the model lies; `None` for a loaded one. Without a card, or with metadata that cannot be read,
+            nothing is inherited.
         hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
+    if folder is None:
+        return metadata
     try:
         text = (folder / CARD_FILE).read_text(encoding="utf-8")
         if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of

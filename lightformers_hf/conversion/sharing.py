@@ -16,6 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..checkpoints.teacher import Teacher
 from ..loading import skeleton, stored_tensors
 from ..matrices import Weight, bias_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
@@ -23,7 +24,6 @@ from ..models.stack import group_layers
 from .moments import INPUT_DAMPING, Metric, damped_root
 from .options import GROUPS, CompressionOptions, StudyOptions
 from .sensitivity import Calibration
-from .teacher import Teacher
 
 STACKS = ("encoder", "decoder")
 
@@ -87,7 +87,7 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
             )
         fields["share_layer_norms"] = study.share_layer_norms
     dense = dict.fromkeys((*own.matrix_fields, "architectures"))
-    return skeleton(teacher.model_class, type(own)(**{**own.to_dict(), **fields, **dense}))
+    return skeleton(type(teacher.model), type(own)(**{**own.to_dict(), **fields, **dense}))
 
 
 def can_align(teacher: Teacher, dense: PreTrainedModel, options: CompressionOptions) -> bool:
@@ -253,7 +253,7 @@ def _blocks(cross: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Originals:
-    """The matrices that forms start from: layers of a group merged, in the type that they are stored in."""
+    """The matrices that forms start from: layers of a group merged."""
 
     teacher: Teacher
     dense: PreTrainedModel  # skeleton of the result before anything gets smaller
@@ -272,7 +272,7 @@ class Originals:
     def layers(self, name: str) -> list[Weight]:
         """The teacher's layers that a layer is made of, in the bases in which they are merged."""
         return [
-            self.bases.get(source, Bases()).of(self.teacher.weight(source).to(self.device))
+            self.bases.get(source, Bases()).of(Weight.of(self.teacher.model.get_submodule(source)).to(self.device))
             for source in self.sources(name)
         ]
 
@@ -312,11 +312,12 @@ class Originals:
     def other_tensors(self) -> dict[str, Tensor]:
         """The tensors of the result that belong to no matrix, of groups their mean: norms, positions and the like."""
         matrices, found = dict(find_matrices(self.dense)), {}
+        stored = stored_tensors(self.teacher.model)
         for name in stored_tensors(self.dense):
             if name.rpartition(".")[0] not in matrices:
                 sources = source_names(name, self.teacher.config, self.dense.config)
-                first, *others = (self.teacher.read(source) for source in sources)
-                found[name] = torch.stack([one.float() for one in (first, *others)]).mean(0) if others else first
+                first, *others = (stored[source] for source in sources)
+                found[name] = torch.stack([first, *others]).mean(0) if others else first
         return found
 
 
@@ -333,7 +334,10 @@ def merge_layers(originals: Originals, calibration: Calibration | None) -> Origi
             layers = list(dict.fromkeys(source.removesuffix(names[0]) for source in sources))
             if len(layers) == 1:
                 continue
-            linear = [{name: teacher.weight(layer + name).to(originals.device) for name in names} for layer in layers]
+            linear = [
+                {name: Weight.of(teacher.model.get_submodule(layer + name)).to(originals.device) for name in names}
+                for layer in layers
+            ]
             seen = calibration and [
                 {name: calibration.inputs([layer + name])[0] for name in names} for layer in layers
             ]

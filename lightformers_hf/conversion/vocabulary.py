@@ -32,7 +32,7 @@ from ..vocabularies import narrow_fields, read_vocabularies, single_ids, token_a
 from .options import CompressionOptions
 
 if TYPE_CHECKING:
-    from .teacher import Teacher
+    from ..checkpoints.teacher import Teacher
 
 CONFIG, MAIN = "tokenizer_config.json", "tokenizer.json"
 SIDES = {"source": "vocab.json", "target": "target_vocab.json"}  # the second where the two differ
@@ -367,7 +367,7 @@ class KeptTokens:
 
 def choose_tokens(teacher: Teacher, options: CompressionOptions) -> KeptTokens:
     """The tokens of a teacher that stay, by `CompressionOptions`, and a tokenizer that contains only them."""
-    tokenizer = teacher.tokenizer()
+    tokenizer = teacher.need_tokenizer()
     vocabularies = read_vocabularies(tokenizer)
     special = {str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())}
     codes = getattr(tokenizer, "lang_code_to_token", None)  # {code: token}, of M2M100
@@ -511,7 +511,7 @@ def _choose(
     """{side: old ids in the order of the new ones}."""
     config = teacher.config
     smaller = min(config.vocab_size, getattr(config, "decoder_vocab_size", config.vocab_size))
-    configs = [config.to_dict(), teacher.generation_config().to_dict()]
+    configs = [config.to_dict(), teacher.generation_config.to_dict()]
     ids = {number for fields in configs for numbers in single_ids(fields).values() for number in numbers}
     named = sorted(number for number in ids if 0 <= number < smaller)
     kept = {}

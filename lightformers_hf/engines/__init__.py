@@ -5,7 +5,7 @@ file is imported when its engine is used. The extra of `pyproject.toml` that ins
 name. The file has:
 
 - `QUANTIZATIONS`, the types of numbers that it can write, `float32` among them;
-- `write(source, folder, quantization)`, which writes a `Source` and returns the `Expansion` of its expanded matrices,
+- `write(source, folder, quantization)`, which writes a `Teacher` and returns the `Expansion` of its expanded matrices,
   or raises `ValueError` for a model that the engine does not support;
 - `load(folder, search, threads)`, which returns a model ready to run (see `RunningModel`);
 - `describe_loading(folder)`, which returns one sentence about running the folder without this package, or `None`;
@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ..registration import lazy_names
 
 if TYPE_CHECKING:
+    from ..checkpoints.teacher import Teacher
     from .engine import Engine, load_engine
-    from .layers import Expansion, Source
+    from .layers import Expansion
     from .search import Search
     from .shortlist import Shortlist
     from .write import ExportReport, export
@@ -60,9 +61,9 @@ class EngineFile(Protocol):
 
     QUANTIZATIONS: tuple[str, ...]
 
-    def write(self, source: Source, folder: Path, quantization: str) -> Expansion: ...
+    def write(self, source: Teacher, folder: Path, quantization: str) -> Expansion: ...
 
-    def write_shortlist(self, source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None: ...
+    def write_shortlist(self, source: Teacher, folder: Path, quantization: str, shortlist: Shortlist) -> None: ...
 
     def load(self, folder: Path, search: Search, threads: int) -> RunningModel: ...
 

@@ -21,6 +21,7 @@ from ctranslate2.specs.model_spec import LayerSpec
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ..checkpoints.teacher import Teacher
 from ..files import read_json, write_json
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..vocabularies import read_vocabularies
@@ -29,7 +30,6 @@ from .layers import (
     Expansion,
     Layer,
     Linear,
-    Source,
     bias_or_zero,
     narrow_heads,
     quantize_rows,
@@ -50,7 +50,7 @@ QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat
 VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 
 
-def write(source: Source, folder: Path, quantization: str, *, first: Sequence[int] = ()) -> Expansion:
+def write(source: Teacher, folder: Path, quantization: str, *, first: Sequence[int] = ()) -> Expansion:
     """Write model, configuration and vocabularies. Target tokens `first` get the first ids of the engine."""
     config, expansion = source.model.config, Expansion()
     if config.activation_function not in ACTIVATIONS:
@@ -99,14 +99,14 @@ def order_ids(size: int, first: Sequence[int]) -> list[int] | None:
     return [*first, *(number for number in range(size) if number not in chosen)] if chosen else None
 
 
-def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
+def write_shortlist(source: Teacher, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write `vmap.txt`: a line a source token, a tab behind it, and the target tokens that can come with it.
 
     The line without a source token has those that always can. The model is written again, with the tokens that every
     search needs first in its vocabulary, as `token_order.json` lists them. CTranslate2, at least to 4.8, keeps using
     their places among the tokens of the batch before (`_to_output_word_id` is not emptied), which so never change.
     """
-    first = special_tokens(Search.of(source.generation), getattr(source.tokenizer, "unk_token_id", None))
+    first = special_tokens(Search.of(source.generation_config), getattr(source.tokenizer, "unk_token_id", None))
     write(source, folder, quantization, first=first)
     write_json({"first": first}, folder / ORDER)
     tokens, targets = (read_tokens(folder, side) for side in ("source", "target"))
@@ -138,7 +138,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase | None, size: int, side: str) 
 
 
 def _specification(
-    source: Source, expansion: Expansion, orders: Mapping[str, list[int] | None]
+    source: Teacher, expansion: Expansion, orders: Mapping[str, list[int] | None]
 ) -> transformer_spec.TransformerSpec:
     model, config = source.model, source.model.config
     shapes = {
@@ -171,7 +171,7 @@ def _specification(
     table = expansion.multiply(encoder.embedding)
     expansion.encoder_table = 0 if encoder.embedding.is_dense else table.numel()
     specs[0].embeddings[0].weight = _array(table if orders["source"] is None else table[orders["source"]])
-    suppressed = Search.of(source.generation).suppressed
+    suppressed = Search.of(source.generation_config).suppressed
     _set_vocabulary_layers(specs[1], decoder.embedding, read_output(model), suppressed, orders["target"])
     return transformer_spec.TransformerSpec(*specs)
 
@@ -255,9 +255,9 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def _set_special_tokens(
-    spec: transformer_spec.TransformerSpec, source: Source, tokens: Mapping[str, list[str]]
+    spec: transformer_spec.TransformerSpec, source: Teacher, tokens: Mapping[str, list[str]]
 ) -> None:
-    search = Search.of(source.generation)
+    search = Search.of(source.generation_config)
     target = tokens["target"]
     spec.config.layer_norm_epsilon = source.model.config.norm_epsilon
     spec.config.decoder_start_token = target[search.start]

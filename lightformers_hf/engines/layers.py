@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..conversion.teacher import Teacher
+from ..checkpoints.teacher import Teacher, read
+from ..in_memory import AnyModel, model_name
 from ..matrices import bias_of, factors_of
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
@@ -26,55 +25,38 @@ ZERO = 1e-6
 LARGEST = 127  # value in int8, and sum of two neighbours in a row before rounding, which adds one at most
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint to export."""
+@dataclass(frozen=True, eq=False)
+class Source(Teacher):
+    """A model to export."""
 
-    name: str  # its name as the user gave it
-    folder: Path
-    model: LightFormerForConditionalGeneration  # with the outputs of the checkpoint, fp32, in evaluation mode
-    tokenizer: PreTrainedTokenizerBase | None
-    generation: transformers.GenerationConfig
     calibration: tuple[dict[str, Tensor], ...] = ()  # batches of sentences by which matrices are rounded to int4
 
 
 def read_source(
-    folder: Path, name: str, engine: str, languages: tuple[str | None, str | None] = (None, None)
+    model: AnyModel,
+    engine: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    languages: tuple[str | None, str | None] = (None, None),
 ) -> Source:
-    """Read a LightFormer, or a dense checkpoint of a family that this package converts, as the equal LightFormer.
+    """Read a LightFormer, or a dense model of a family that this package converts, as the equal LightFormer.
 
-    Raises errors as `check_source`. `languages` are the languages of a multilingual one, if they must be set
-    (`set_language_codes`).
+    Raises errors as `checkpoints.teacher.read`; also a `ValueError` for an architecture, a head or options of the
+    generation that no engine supports.
     """
-    teacher = check_source(folder, name, engine, languages)
-    model, tokenizer = teacher.load().eval().requires_grad_(False), None
-    if teacher.has_tokenizer:
-        tokenizer = teacher.tokenizer()
-    return Source(name, folder, model, tokenizer, teacher.generation_config())
-
-
-def check_source(
-    folder: Path, name: str, engine: str, languages: tuple[str | None, str | None] = (None, None)
-) -> Teacher:
-    """The checkpoint of `read_source`, without its weights.
-
-    Raises errors as `convert`; also a `ValueError` for an architecture, a head or options of the generation that no
-    engine supports.
-    """
-    teacher = Teacher(folder, name, languages)
-    if teacher.model_class is not LightFormerForConditionalGeneration:
+    source, name = Source(**vars(read(model, tokenizer, languages))), model_name(model)
+    source.model.requires_grad_(False)
+    if type(source.model) is not LightFormerForConditionalGeneration:
         raise ValueError(
-            f"{name} holds a {teacher.model_class.__name__}, which {engine} does not support: exported models "
+            f"{name} holds a {type(source.model).__name__}, which {engine} does not support: exported models "
             "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
             "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
             "that."
         )
-    generation = teacher.generation_config()
     try:
-        Search.of(generation)
+        Search.of(source.generation_config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return teacher
+    return source
 
 
 # --- Layers of a model

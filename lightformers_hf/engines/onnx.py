@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
+from ..checkpoints.teacher import Teacher
 from ..files import write_json
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from .layers import (
@@ -107,12 +108,12 @@ def write(source: Source, folder: Path, quantization: str) -> Expansion:
     return expansion
 
 
-def write_shortlist(source: Source, folder: Path, quantization: str, shortlist: Shortlist) -> None:
+def write_shortlist(source: Teacher, folder: Path, quantization: str, shortlist: Shortlist) -> None:
     """Write which tokens can come. Only the loop of this package reads it; the graphs stay as they are."""
     shortlist.save(folder / SHORTLIST)
 
 
-def write_config(source: Source, folder: Path, prefix: str) -> None:
+def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     """Write the `config.json` by which optimum and transformers.js choose their classes.
 
     The family is that of the tokenizer. Sizes are those of the model, but for the width of heads, which both programs
@@ -122,7 +123,7 @@ def write_config(source: Source, folder: Path, prefix: str) -> None:
     family = "t5" if has_t5 else FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")
     named = ("vocab_size", "d_model", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     fields = {name: getattr(config, name) for name in named}
-    fields |= {"decoder_start_token_id": source.generation.decoder_start_token_id, "is_encoder_decoder": True}
+    fields |= {"decoder_start_token_id": source.generation_config.decoder_start_token_id, "is_encoder_decoder": True}
     if has_t5:
         fields |= {"num_layers": config.encoder_layers, "num_decoder_layers": config.decoder_layers}
         fields |= {"num_heads": config.decoder_attention_heads, "d_ff": config.decoder_ffn_dim}

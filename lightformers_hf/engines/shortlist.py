@@ -24,8 +24,8 @@ from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
 from .search import Search
 
 if TYPE_CHECKING:
+    from ..checkpoints.teacher import Teacher
     from . import EngineFile, RunningModel
-    from .layers import Source
 
 SHORTLIST_FILES = ("vmap.txt", "shortlist.json")  # CTranslate2's, and that of the other engines
 ROUNDS = 5  # rounds of expectation maximization
@@ -215,7 +215,7 @@ class ShortlistReport:
 
 def add_shortlist(
     engine: EngineFile,
-    source: Source,
+    source: Teacher,
     folder: Path,
     quantization: str,
     text: str,
@@ -228,7 +228,7 @@ def add_shortlist(
     calls its languages, else `source` and `target`.
     """
     sources, references = read_pairs(source, text, columns)
-    search, ids = Search.of(source.generation), read_ids(source, sources)
+    search, ids = Search.of(source.generation_config), read_ids(source, sources)
     running = engine.load(folder, search, torch.get_num_threads())
     held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
     made_from, checked = ids[:-held], ids[-held:]
@@ -266,7 +266,7 @@ def add_shortlist(
 
 
 def read_pairs(
-    source: Source, text: str, columns: tuple[str | None, str | None], *, option: str = "shortlist"
+    source: Teacher, text: str, columns: tuple[str | None, str | None], *, option: str = "shortlist"
 ) -> tuple[list[str], list[str] | None]:
     """Sentences that are no empty ones, and their translations where the text has some. `option` names the text."""
     if source.tokenizer is None:
@@ -301,7 +301,7 @@ def read_pairs(
     return prefixed, None if references is None else [references[index] for index in kept]
 
 
-def read_ids(source: Source, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
+def read_ids(source: Teacher, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
     """The tokens of sentences, at most `LONGEST` of each. Raises `ValueError` where the tokenizer does not fit."""
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
     side = "text_target" if is_target else "text"

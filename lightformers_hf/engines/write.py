@@ -17,9 +17,10 @@ from torch import Tensor
 from ..conversion.card import write_export_card
 from ..conversion.report import inherited_metadata
 from ..files import EXPORT_FILE, atomic_output, check_output, write_json
-from ..in_memory import AnyModel, model_name, on_disk
+from ..in_memory import AnyModel, given_folders
 from ..languages import find_prefixes, named_columns
-from ..loading import position_limit, printable_name, resolve_source, unique_parameters
+from ..loading import hide_bars, position_limit, resolve_source, unique_parameters
+from ..processors import usual_settings
 from ..results import Result
 from ..text import data_name
 from . import EngineFile, load_engine_file
@@ -32,6 +33,8 @@ from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..checkpoints.teacher import Teacher
 
 SENTENCES, TOKENS = 6, 12  # sizes of the comparison
 CALIBRATION, BATCH = 640, 32  # sentences by which matrices are rounded to int4
@@ -175,13 +178,13 @@ def export(
             "calibration is given, which only int4 uses: give quantization int4 (--quantization int4), or remove it"
         )
     with ExitStack() as stack:
-        (place,) = stack.enter_context(on_disk(tokenizer, model))
-        check_output(output, overwrite=overwrite, inputs=[place, shortlist, calibration])
-        folder, name = resolve_source(place), model_name(model)
-        temporary = stack.enter_context(
-            atomic_output(output, overwrite=overwrite, inputs=[folder, shortlist, calibration])
-        )
-        source = read_source(folder, name, to, (source_lang, target_lang))
+        stack.enter_context(usual_settings())
+        stack.enter_context(hide_bars())
+        texts = [shortlist, calibration]
+        check_output(output, overwrite=overwrite, inputs=[*given_folders(model), *texts])
+        inputs: list[str | Path | None] = [*map(resolve_source, given_folders(model)), *texts]
+        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=inputs))
+        source = read_source(model, to, tokenizer, (source_lang, target_lang))
         columns = named_columns(source_lang, target_lang)
         if calibration:
             source = replace(source, calibration=read_calibration(source, calibration, columns))
@@ -202,11 +205,11 @@ def export(
         prefix = prefixes[0] if len(prefixes) == 1 else ""
         if hasattr(engine, "write_config"):
             engine.write_config(source, temporary, prefix)
-        source.generation.save_pretrained(temporary)
+        source.generation_config.save_pretrained(temporary)
         report = ExportReport(
             engine=to,
             quantization=quantization,
-            source=printable_name(source.name),
+            source=source.name,
             parameters=unique_parameters(source.model),
             multiplied_out=expansion.matrices,
             factor_parameters=expansion.parameters_before,
@@ -222,8 +225,7 @@ def export(
             beside=beside,
         )
         write_json(asdict(report), temporary / EXPORT_FILE)
-        hub_name = None if Path(os.path.expanduser(place)).is_dir() else name
-        inherited = inherited_metadata(folder, hub_name)
+        inherited = inherited_metadata(source.folder, source.hub_name)
         lines = report.lines(Path(output).name)
         usage = {"library": getattr(engine, "LIBRARY", to)}
         if hasattr(engine, "EXAMPLE") and not tokenizer_report.missing:
@@ -240,7 +242,7 @@ def read_calibration(
     chosen = range(0, len(sources), max(1, len(sources) // CALIBRATION))[:CALIBRATION]
     ids = read_ids(source, [sources[index] for index in chosen])
     if references is None:
-        search = Search.of(source.generation)
+        search = Search.of(source.generation_config)
         outputs = translate_all(TransformersModel(source.model, search, 1), ids, search.with_options(1, None, None))
     else:
         outputs = read_ids(source, [references[index] for index in chosen], is_target=True)
@@ -272,14 +274,14 @@ def expands_low_rank(to: str) -> bool:
     return getattr(load_engine_file(to), "EXPANDS_LOW_RANK", False)
 
 
-def measure_difference(source: Source, engine: EngineFile, folder: Path, quantization: str) -> float:
+def measure_difference(source: Teacher, engine: EngineFile, folder: Path, quantization: str) -> float:
     """Return how far log-probabilities of the written model are from the checkpoint's, in nats, on random sentences.
 
     In float32 the result is the largest difference over random targets. In fewer bits it is the mean difference over
     the tokens that the checkpoint generates: errors of tokens that it never chooses change no output. Raises
     `ValueError` where the log-probabilities of random targets are not those of the checkpoint.
     """
-    search, config = Search.of(source.generation), source.model.config
+    search, config = Search.of(source.generation_config), source.model.config
     special = {search.start, search.pad, *search.ends, *search.suppressed}
     generator = torch.Generator().manual_seed(0)
     longest = max(min(TOKENS, (position_limit(config) or TOKENS + 1) - 1), 1)

@@ -18,16 +18,15 @@ from tqdm.auto import tqdm
 from ..conversion.options import CompressionOptions, Method
 from ..deprecated import renamed_arguments
 from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
-from ..engines.layers import check_source
+from ..engines.layers import read_source
 from ..engines.write import check_engine, expands_low_rank
 from ..evaluation.comparison import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..hub import Push, check_push, push_folder
-from ..in_memory import AnyModel, identify, model_name, on_disk
+from ..in_memory import AnyModel, identify, on_disk
 from ..languages import split_language, split_prefix
-from ..loading import resolve_source
 from ..recovery import check_reports
 from ..results import Result
 from ..text import data_name, load_parallel, load_text
@@ -169,7 +168,7 @@ def compress(
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
     overwrite = overwrite or is_only_planned
     with on_disk(tokenizer, model) as (teacher,):
-        check_source(resolve_source(teacher), model_name(model), to)
+        read_source(model, to, tokenizer)
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
         if overwrite:

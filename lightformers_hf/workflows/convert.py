@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import transformers
 from transformers import PreTrainedModel
 
-from ..conversion.convert import compress, write
+from ..checkpoints.teacher import Teacher, read
+from ..conversion.convert import compress, finish, write
 from ..conversion.options import CompressionOptions, Method, StudyOptions, resolve_study
 from ..conversion.report import CompressionReport, Plan
 from ..conversion.workers import share_cores
 from ..deprecated import renamed_arguments
 from ..files import atomic_output, check_output
 from ..hub import check_push, push_folder
-from ..in_memory import AnyModel, model_name, on_disk
-from ..loading import load_pretrained, resolve_source
+from ..in_memory import AnyModel, given_folders, model_name
+from ..loading import hide_bars, resolve_source
+from ..processors import usual_settings
 from ..text import check_data
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def plan(
         >>> print(plan("opus-mt-de-en", ratio=4, encoder_groups=3))
     """
     asked = CompressionOptions.of(locals())
-    with share_cores(progress=progress), on_disk(tokenizer, model) as (place,):
+    with conversion(progress):
         check_options(asked, study)
-        report = compress(resolve_source(place), model_name(model), asked, study, dry=True).report
+        report = compress(read_teacher(model, tokenizer, asked), asked, study, dry=True).report
     return cast(Plan, report)
 
 
@@ -141,46 +141,38 @@ def convert(
         >>> light = convert(model, tokenizer=tokenizer, ratio=4)  # a loaded model
     """
     asked = CompressionOptions.of(locals())
-    if output is None:
-        if push_to_hub:
-            raise ValueError("push_to_hub needs output, the folder that is pushed: give output, too")
-        return convert_in_memory(model, tokenizer, asked, study, progress=progress)
-    output = Path(os.path.expanduser(output))
-    with share_cores(progress=progress), on_disk(tokenizer, model) as (place,):
+    if output is None and push_to_hub:
+        raise ValueError("push_to_hub needs output, the folder that is pushed: give output, too")
+    if output is None and asked.vocabulary:
+        raise ValueError("vocabulary changes the tokenizer, too: give output, a folder for model and tokenizer")
+    with conversion(progress):
         check_options(asked, study)
-        check_output(output, overwrite=overwrite, inputs=[place, *asked.texts])
+        if output is None:
+            name = model_name(model).rpartition("/")[2]
+            return finish(compress(read_teacher(model, tokenizer, asked), asked, study, dry=False), f"{name}-light")
+        output = Path(os.path.expanduser(output))
+        check_output(output, overwrite=overwrite, inputs=[*given_folders(model), *asked.texts])
         if push_to_hub:
             check_push(push_to_hub)
-        folder = resolve_source(place)
-        inputs: list[str | Path | None] = [folder, *asked.texts]
+        inputs: list[str | Path | None] = [*map(resolve_source, given_folders(model)), *asked.texts]
         with atomic_output(output, overwrite=overwrite, inputs=inputs) as temporary:
-            result = compress(folder, model_name(model), asked, study, dry=False)
+            result = compress(read_teacher(model, tokenizer, asked), asked, study, dry=False)
             write(result, temporary, output.name)
     if push_to_hub:
         push_folder(output, push_to_hub, private=private)
     return result.report
 
 
-def convert_in_memory(
-    model: AnyModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    options: CompressionOptions,
-    study: StudyOptions | None,
-    *,
-    progress: bool,
-) -> PreTrainedModel:
-    """Convert into a temporary folder, and return the model that it holds, with its report."""
-    if options.vocabulary:
-        raise ValueError("vocabulary changes the tokenizer, too: give output, a folder for model and tokenizer")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        asked = {field.name: getattr(options, field.name) for field in fields(options)}
-        place = Path(folder, "light")
-        report = convert(model, place, tokenizer=tokenizer, progress=progress, study=study, **asked)
-        auto = getattr(transformers, report.auto_class)
-        light = load_pretrained(auto, place, dtype="auto")
-    light.config.name_or_path = light.name_or_path = f"{model_name(model).rpartition('/')[2]}-light"
-    light.compression_report = report
-    return light
+@contextmanager
+def conversion(progress: bool) -> Iterator[None]:
+    """Inside, a conversion has its threads, its progress bars, and PyTorch's usual settings."""
+    with share_cores(progress=progress), usual_settings(), hide_bars():
+        yield
+
+
+def read_teacher(model: AnyModel, tokenizer: PreTrainedTokenizerBase | None, options: CompressionOptions) -> Teacher:
+    """Read a model between the languages of the options."""
+    return read(model, tokenizer, (options.source_lang, options.target_lang))
 
 
 def check_options(asked: CompressionOptions, study: StudyOptions | None) -> None:

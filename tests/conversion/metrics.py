@@ -3,10 +3,10 @@
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion.calibration_text import synthetic_batches
 from lightformers_hf.conversion.moments import Damped
 from lightformers_hf.conversion.sensitivity import token_mask
-from lightformers_hf.conversion.teacher import Teacher
 
 
 def weigh(metric, matrix):
@@ -48,8 +48,8 @@ def loss(folder, teacher, parallel_sentences) -> float:
 @torch.no_grad()
 def distance(light, teacher, folder) -> float:
     """Mean square of the differences of two models' logits, on text that the checkpoint in `folder` makes."""
-    author, differences = Teacher(folder, "t"), []
-    for batch in synthetic_batches(author.load(), author, 64, 7):
+    author, differences = read(folder), []
+    for batch in synthetic_batches(author.model, author, 64, 7):
         kept = token_mask(batch, "target")
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         differences.append((light(**inputs).logits[kept] - teacher(**inputs).logits[kept]).flatten())

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
 from lightformers_hf import convert
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import sensitivity as calibration
 from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
 from lightformers_hf.conversion.refit import predict_tokens, share_of_equal
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
-from lightformers_hf.conversion.teacher import Teacher
 
 FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)
 PAD, END, FIRST, ALPHABET = 1, 2, 4, 24
@@ -135,7 +135,7 @@ def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
     with torch.no_grad():
         likeliest = [model(**batch).logits.argmax(-1)[labels >= 0] for model in loaded]
     parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(50), slice(50, None))]
-    models = [Teacher(path, "sure").load() for path in (folder, tmp_path / "light")]
+    models = [read(path).model for path in (folder, tmp_path / "light")]
     share, tokens = share_of_equal(*(predict_tokens(model, parts) for model in models))
     assert tokens == len(likeliest[0])
     assert share == pytest.approx((likeliest[0] == likeliest[1]).double().mean().item(), abs=2 / tokens)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from models.cases import TINY
 
 from lightformers_hf import StudyOptions, SubformerConfig, SubformerForConditionalGeneration, convert, plan
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import forms
 from lightformers_hf.conversion.allocation import allocate, find_units
 from lightformers_hf.conversion.forms import Choices, all_forms, low_rank
 from lightformers_hf.conversion.options import CompressionOptions, resolve_study
 from lightformers_hf.conversion.sharing import Originals, find_matrices, share_layers
-from lightformers_hf.conversion.teacher import Teacher
 
 
 def part(generator: torch.Generator, number: int) -> Choices:
@@ -103,7 +103,7 @@ def test_what_a_price_leaves_of_a_budget_is_spent():
 def units_of(folder, **options):
     """The units, and the matrices of the model."""
     asked = CompressionOptions(**options)
-    study, teacher = resolve_study(asked), Teacher(folder, str(folder))
+    study, teacher = resolve_study(asked), read(folder)
     dense = share_layers(teacher, asked, study)
     return find_units(Originals(teacher, dense), asked, study), [name for name, _ in find_matrices(dense)]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
     draw_pairs,
@@ -18,7 +19,6 @@ from lightformers_hf.conversion.calibration_text import (
     translated_batches,
 )
 from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
-from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.processors import use_threads
 
 SIDES = {"source_lang": "de", "target_lang": "en"}
@@ -34,7 +34,7 @@ def text(tmp_path_factory, parallel_sentences):
 
 @pytest.fixture(scope="module")
 def teacher(tiny_marian):
-    return Teacher(tiny_marian, "teacher")
+    return read(tiny_marian)
 
 
 def drawn(teacher, text, **options):
@@ -88,7 +88,7 @@ def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, 
 
 def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):
     monkeypatch.setattr(module, "longest_text", lambda config, tokenizer: 4)
-    assert mean_tokens(teacher.config, teacher.tokenizer(), drawn(teacher, text, calibration_samples=20)) == 4
+    assert mean_tokens(teacher.config, teacher.tokenizer, drawn(teacher, text, calibration_samples=20)) == 4
 
 
 def test_repeated_text_is_refused(teacher, tmp_path):
@@ -101,8 +101,8 @@ def test_repeated_text_is_refused(teacher, tmp_path):
 @pytest.mark.parametrize("own", [True, False])
 def test_batches_at_once_are_those_of_one_after_another(tiny_marian, parallel_sentences, own, monkeypatch):
     """And no two threads use one tokenizer, which fast ones refuse."""
-    teacher, readers, makers = Teacher(tiny_marian, "tiny"), set(), set()
-    model, tokenizer = teacher.load(), teacher.tokenizer()
+    teacher, readers, makers = read(tiny_marian), set(), set()
+    model, tokenizer = teacher.model, teacher.tokenizer
     generate = model.generate
 
     class Watched(type(tokenizer)):
@@ -116,7 +116,6 @@ def test_batches_at_once_are_those_of_one_after_another(tiny_marian, parallel_se
 
     tokenizer.__class__ = Watched
     monkeypatch.setattr(module, "BATCH", 4)
-    monkeypatch.setattr(teacher, "tokenizer", lambda: tokenizer)
     monkeypatch.setattr(model, "generate", make)
     texts = [pair["de"] for pair in parallel_sentences] * 2
     found = []

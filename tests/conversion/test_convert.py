@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert, plan
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion.calibration_text import synthetic_batches
 from lightformers_hf.conversion.convert import cast_tensors
 from lightformers_hf.conversion.report import OWN_TEXT
-from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.models import LightFormerForConditionalGeneration
 from lightformers_hf.processors import use_threads
 
@@ -427,8 +427,8 @@ def test_the_teacher_makes_text_whatever_its_own_way_is(tiny_marian, tmp_path, s
     file = tmp_path / "teacher" / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     made = [
-        synthetic_batches(reader.load(), reader, 4, 0)[0]["labels"]
-        for reader in (Teacher(tiny_marian, "t"), Teacher(tmp_path / "teacher", "t"))
+        synthetic_batches(reader.model, reader, 4, 0)[0]["labels"]
+        for reader in (read(tiny_marian), read(tmp_path / "teacher"))
     ]
     assert torch.equal(*made)
 
@@ -439,8 +439,8 @@ def test_text_is_made_a_token_at_a_time_whatever_training_left(tiny_marian, tmp_
     (tmp_path / "teacher" / "generation_config.json").unlink()
     file = tmp_path / "teacher" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_cache": False}))
-    reader, lengths = Teacher(tmp_path / "teacher", "teacher"), []
-    model = reader.load()
+    reader, lengths = read(tmp_path / "teacher"), []
+    model = reader.model
     see = lambda module, args, output: lengths.append(output.shape[1])  # noqa: E731
     model.model.decoder.layers[0].register_forward_hook(see)
     made = synthetic_batches(model, reader, 4, 0)[0]["labels"]
@@ -461,7 +461,7 @@ def test_text_that_is_not_there_is_noticed_first(tiny_marian, tmp_path, monkeypa
 def test_time_and_memory_are_printed_before_the_work(tiny_marian, monkeypatch, free, fast):
     monkeypatch.setattr(module, "free_memory", lambda: free)
     monkeypatch.setattr(module, "has_fast_bf16", lambda: fast)
-    model = Teacher(tiny_marian, "teacher").model
+    model = read(tiny_marian).model
     table, names = model.get_input_embeddings().weight.numel(), ("_proj.weight", "fc1.weight", "fc2.weight")
     shapes = [tensor.shape for name, tensor in model.named_parameters() if name.endswith(names)]
     tokens = 30e9 / (table + sum(m * n for m, n in shapes))  # 10 s of one core, and 8 s to load

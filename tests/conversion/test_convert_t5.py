@@ -4,16 +4,16 @@ import json
 
 import pytest
 import torch
-from conversion.families.test_t5 import make_teacher
+from checkpoints.families.test_t5 import make_teacher
 from conversion.metrics import assert_sums_close, distance
 from models.cases import padded, sentences
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from lightformers_hf import StudyOptions, convert
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text, sensitivity
 from lightformers_hf.conversion.calibration_text import default_sources, random_texts, synthetic_batches
 from lightformers_hf.conversion.sensitivity import Calibration, Probes, token_keys
-from lightformers_hf.conversion.teacher import Teacher
 from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
 
 QUICK = {"progress": False, "calibration_samples": 32}
@@ -155,7 +155,7 @@ def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
     with torch.no_grad():
         teacher.shared.weight[1] = 0
     teacher.save_pretrained(tmp_path)
-    model = Teacher(tmp_path, "teacher").load()
+    model = read(tmp_path).model
     ids = torch.tensor([[1, *range(5, 20)]])
     batch = {"input_ids": ids[:, 1:], "attention_mask": torch.ones_like(ids[:, 1:]), "labels": ids[:, 1:]}
     batch["decoder_input_ids"] = ids[:, :-1]
@@ -206,8 +206,8 @@ def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_
     teacher.resize_token_embeddings(len(words()) + 3)
     teacher.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    reader = Teacher(folder, "teacher", ("de=say it: ", "en"))
-    batches = synthetic_batches(reader.load(), reader, 8, 0)
+    reader = read(folder, languages=("de=say it: ", "en"))
+    batches = synthetic_batches(reader.model, reader, 8, 0)
     first = make_tokenizer()("say it:", add_special_tokens=False)["input_ids"]
     for batch in batches:
         assert (batch["input_ids"][:, : len(first)] == torch.tensor(first)).all()
@@ -226,8 +226,8 @@ def test_own_text_begins_with_the_prefix_that_the_result_keeps(tiny_marian, tmp_
 
 @pytest.mark.parametrize(("parameters", "number"), [(75e6, 256), (20e6, 256), (10e6, 512), (7e6, 512), (1e6, 1024)])
 def test_small_models_make_more_text(tiny_marian, parameters, number, monkeypatch):
-    reader = Teacher(tiny_marian, "teacher")
-    model = reader.load()
+    reader = read(tiny_marian)
+    model = reader.model
     monkeypatch.setattr(model, "num_parameters", lambda: int(parameters))
     monkeypatch.setattr(calibration_text, "SOURCES", 256)
     assert default_sources(model) == (number, number // 8)

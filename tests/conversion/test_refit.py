@@ -125,7 +125,8 @@ def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch
     teacher, batches = make_teacher(normalize_before=before), make_batches()
     depths = {"encoder": [0, 1, 2], "decoder": [0, 2]}
     shorter = shorten(teacher, **depths)
-    changed = bridge(shorter, teacher, depths, batches)
+    untouched = {name: tensor.clone() for name, tensor in shorter.state_dict().items() if ".encoder." in name}
+    bridge(shorter, teacher, depths, batches)
     own, theirs = (f"model.decoder.layers.{depth}.{{}}".format for depth in (1, 2))
     found, aimed = shorter.get_submodule(own(end)), teacher.get_submodule(theirs(end))
     x, normed = inputs_of(shorter, batches, own(end), own(norm))
@@ -138,8 +139,7 @@ def test_a_sublayer_makes_up_for_what_states_lack(before, end, norm, monkeypatch
     weight, bias = solve(x, aim, aimed.weight)
     torch.testing.assert_close(found.weight.double(), weight, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(found.bias.double(), bias, atol=1e-4, rtol=1e-3)
-    assert torch.equal(changed[f"{own(end)}.weight"], found.weight)
-    assert not any(name.startswith("model.encoder") for name in changed)
+    assert all(torch.equal(shorter.state_dict()[name], tensor) for name, tensor in untouched.items())
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_norms_give_what_the_teachers_give(fields, name, is_last, share, monkeyp
     own, theirs = (f"model.decoder.{name.format(depth)}" for depth in (1, 2))
     norm, aimed = shorter.get_submodule(own), teacher.get_submodule(theirs)
     before = copy.deepcopy(norm)
-    changed = bridge(shorter, teacher, depths, batches)
+    bridge(shorter, teacher, depths, batches)
     (x,), (their_x,) = inputs_of(shorter, batches, own), inputs_of(teacher, batches, theirs)
     x, y = before(x.float()).double(), aimed(their_x.float()).double()
     centred = hasattr(norm, "bias")
@@ -175,7 +175,6 @@ def test_norms_give_what_the_teachers_give(fields, name, is_last, share, monkeyp
     if is_last and share < 1:  # before the output layer
         slope, mean_x, mean_y = torch.ones_like(slope), 0, 0
     torch.testing.assert_close(norm.weight.double(), before.weight * slope, atol=1e-4, rtol=1e-3)
-    assert torch.equal(changed[f"{own}.weight"], norm.weight)
     if centred:
         bias = before.bias * slope + mean_y - mean_x * slope
         torch.testing.assert_close(norm.bias.double(), bias, atol=1e-4, rtol=1e-3)
@@ -192,7 +191,7 @@ def test_layers_that_do_nothing_are_not_missed(stacks, rank):
             if "out_proj" in name or "fc2" in name:
                 weight.zero_()
     shorter = shorten(teacher, **depths)
-    assert set(bridge(shorter, teacher, depths, batches)) <= set(shorter.state_dict())
+    bridge(shorter, teacher, depths, batches)
     for batch in batches:
         kept = batch["labels"] != -100
         torch.testing.assert_close(shorter(**batch).logits[kept], teacher(**batch).logits[kept], atol=1e-3, rtol=1e-3)
@@ -209,10 +208,8 @@ def test_a_bridged_teacher_is_left_as_it_was(stack):
         if parts[2:3] == ["layers"]:
             parts[3] = str(depths[parts[1]][int(parts[3])])
         tensor.data = teacher.get_parameter(".".join(parts)).data
-    changed = bridge(shorter, teacher, depths, make_batches())
+    bridge(shorter, teacher, depths, make_batches())
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
-    del changed["final_logits_bias"]
-    assert {name.split(".")[1] for name in changed} == ({"encoder", "decoder"} if stack == "encoder" else {"decoder"})
 
 
 def test_what_is_bridged_is_balanced():
@@ -221,8 +218,7 @@ def test_what_is_bridged_is_balanced():
     teacher.model.decoder.layers[2].final_layer_norm.weight.mul_(20)  # so that probabilities differ
     depths = {"encoder": [0, 1, 2], "decoder": [2]}
     shorter = shorten(teacher, **depths)
-    changed = bridge(shorter, teacher, depths, batches)
-    assert torch.equal(changed["final_logits_bias"], shorter.final_logits_bias)
+    bridge(shorter, teacher, depths, batches)
 
     def means(model):
         return torch.cat([model(**batch).logits[batch["labels"] != -100] for batch in batches]).softmax(-1).mean(0)

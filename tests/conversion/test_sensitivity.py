@@ -14,6 +14,7 @@ from tiny import sizes
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import LightFormerConfig, LightFormerForConditionalGeneration, StudyOptions, convert, plan
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import refit
 from lightformers_hf.conversion.calibration_text import parallel_batches, sample_pairs, translated_batches
 from lightformers_hf.conversion.moments import damped_root
@@ -29,7 +30,6 @@ from lightformers_hf.conversion.sensitivity import (
     token_keys,
 )
 from lightformers_hf.conversion.sharing import find_matrices
-from lightformers_hf.conversion.teacher import Teacher
 
 REFIT = StudyOptions(refit=True)
 
@@ -44,7 +44,7 @@ def text(tmp_path_factory, parallel_sentences):
 @pytest.fixture(scope="module")
 def calibrated(tiny_marian, text):
     """The tiny teacher as this package's model, and its moments over the ten pairs."""
-    model = Teacher(tiny_marian, str(tiny_marian)).load()
+    model = read(tiny_marian).model
     tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
     options = CompressionOptions(calibration=text, source_lang="de", target_lang="en", calibration_samples=10)
     batches = parallel_batches(model, tokenizer, sample_pairs(model.config, tokenizer, options, StudyOptions()))
@@ -167,7 +167,7 @@ def test_refit_leaves_alone_what_lost_nothing(tiny_marian, text, tmp_path):
     """Layers that get the teacher's inputs and are dense give the teacher's outputs already; the last FFN does not."""
     pattern = {"decoder.layers.1.fc2": 4, ".*": None}
     convert(tiny_marian, tmp_path / "light", calibration=text, pattern=pattern, study=REFIT, progress=False)
-    teacher, light = Teacher(tiny_marian, "t").load(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    teacher, light = read(tiny_marian).model, AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     state = light.state_dict()
     for name, tensor in teacher.state_dict().items():
         if "decoder.layers.1.fc2" not in name and name != "final_logits_bias":
@@ -181,7 +181,7 @@ def test_a_refitted_layer_is_the_regression_of_the_teachers(
     tokens have the root of what the loss feels of them at queries, keys and values, relative to the mean of each.
     """
     convert(tiny_marian, tmp_path / "light", calibration=text, pattern={"embedding": 6}, study=REFIT, progress=False)
-    teacher, light = Teacher(tiny_marian, "t").load(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    teacher, light = read(tiny_marian).model, AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     name = "model.encoder.layers.0.self_attn.q_proj"
     names = [name.replace("q_proj", leaf) for leaf in ("q_proj", "k_proj", "v_proj")]
     rows = {}
@@ -210,7 +210,7 @@ def test_the_bias_takes_the_mean_error(tiny_marian, text, calibrated, tmp_path):
     mean = calibration.moments[name].vectors["mean"] / calibration.moments[name].count
     settings = {"calibration": text, "calibration_samples": 10, "pattern": {"attention": 3}, "progress": False}
     convert(tiny_marian, tmp_path / "light", **settings, study=StudyOptions(refit=False))
-    before = Teacher(tiny_marian, "t").load().get_submodule(name)
+    before = read(tiny_marian).model.get_submodule(name)
     after = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light").get_submodule(name)
     assert after.rank == 3
     torch.testing.assert_close(after(mean), before(mean), atol=1e-4, rtol=1e-4)
@@ -269,9 +269,9 @@ def test_of_sources_alone_the_teacher_makes_pairs(tiny_marian, parallel_sentence
     (tmp_path / "x.txt").write_text("\n".join(german), encoding="utf-8")
     report = convert(tiny_marian, tmp_path / "light", ratio=2, calibration=str(tmp_path / "x.txt"), progress=False)
     assert (len(report.calibrated_on), report.calibration) == (len(german), "x.txt")
-    teacher = Teacher(tiny_marian, "tiny")
+    teacher = read(tiny_marian)
     tokenizer, marian = (auto.from_pretrained(tiny_marian) for auto in (AutoTokenizer, AutoModelForSeq2SeqLM))
-    (batch,) = translated_batches(teacher.load(), teacher, [*german, " "])
+    (batch,) = translated_batches(teacher.model, teacher, [*german, " "])
     sources = tokenizer(sorted(german, key=len), padding=True, return_tensors="pt")
     assert torch.equal(batch["input_ids"], sources["input_ids"])
     made = marian.generate(**sources, num_beams=1, max_new_tokens=batch["labels"].shape[1], max_length=None)
@@ -280,7 +280,7 @@ def test_of_sources_alone_the_teacher_makes_pairs(tiny_marian, parallel_sentence
 
 
 def test_states_that_are_not_finite_are_named(calibrated, tiny_marian):
-    model = Teacher(tiny_marian, "t").load()
+    model = read(tiny_marian).model
     with torch.no_grad():
         model.model.encoder.layers[1].fc1.bias[0] = 1e38
         model.model.encoder.layers[1].fc2.weight[0, 0] = 1e38

@@ -3,7 +3,7 @@
 import ctranslate2
 import pytest
 import torch
-from conversion.families.test_t5 import make_teacher
+from checkpoints.families.test_t5 import make_teacher
 from conversion.test_convert_t5 import make_tokenizer, words
 from ctranslate2.converters import TransformersConverter
 from ctranslate2.converters.transformers import _MODEL_LOADERS, T5Loader

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.checkpoints.teacher import read, trim
 from lightformers_hf.conversion.vocabulary import KeptTokens
 from lightformers_hf.recovery import load_distiller
 from lightformers_hf.vocabularies import keep_tokens, match_tokens
@@ -177,6 +177,6 @@ def test_a_side_that_keeps_all_its_tokens_in_another_order(tmp_path):
     new["target"] = torch.zeros(50, dtype=torch.long).index_copy(0, torch.tensor(kept), torch.arange(len(kept)))
     inputs["input_ids"] = new["source"][inputs["input_ids"]]
     inputs["decoder_input_ids"] = new["target"][inputs["decoder_input_ids"]]
-    teacher = Teacher(tmp_path, "t").keep_tokens(KeptTokens(order, kept, tokenizer=None))
-    for small in (teacher.load(), keep_tokens(large, order, kept)):
+    teacher = trim(read(tmp_path), KeptTokens(order, kept, tokenizer=None))
+    for small in (teacher.model, keep_tokens(large, order, kept)):
         torch.testing.assert_close(small(**inputs).logits, expected, atol=1e-5, rtol=1e-5)

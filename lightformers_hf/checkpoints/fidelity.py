@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import copy
+from typing import cast
 
 import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ..loading import load_pretrained, position_limit
+from .families import FAMILIES, OwnFamily
+from .teacher import Teacher
 
 TEXTS, SOURCE, TARGET = 2, 130, 20  # texts and their tokens; relative positions of T5 differ up to a distance of 128
 # Of the largest logit, and so many roundings: sinusoids are computed in float32, also if stored ones were rounded.
@@ -16,23 +18,31 @@ TOLERANCE, ROUNDINGS = 1e-3, 8
 
 
 @torch.no_grad()
-def check_outputs(model: PreTrainedModel, folder: Path, own_name: Callable[[str], str | None]) -> None:
-    """Raise `ValueError` unless `model`, which was read from `folder`, gives the logits of the checkpoint's class.
+def check_outputs(teacher: Teacher) -> None:
+    """Raise `ValueError` unless a teacher gives the logits of the class of transformers that it was read from.
 
     Both compute in float32 on random tokens, a part of which is padding. Tensors that the class would draw at random
-    are those of `model`, in which `own_name` finds them.
+    are those of the teacher.
     """
-    source, info = load_pretrained(AutoModelForSeq2SeqLM, folder, dtype=torch.float32, output_loading_info=True)
-    state = model.state_dict()
-    substitutes = {key: state[name] for key in info["missing_keys"] if (name := own_name(key)) in state}
-    source.load_state_dict(substitutes, strict=False)
+    model, family = teacher.model, FAMILIES[teacher.family]
+    if issubclass(family, OwnFamily):
+        return
+    if teacher.folder is None:
+        source = copy.deepcopy(cast(PreTrainedModel, teacher.source)).float().cpu()
+    else:
+        options = {"dtype": torch.float32, "output_loading_info": True}
+        source, info = load_pretrained(AutoModelForSeq2SeqLM, teacher.folder, **options)
+        state = model.state_dict()
+        substitutes = {key: state[name] for key in info["missing_keys"] if (name := family.own_name(key)) in state}
+        source.load_state_dict(substitutes, strict=False)
     inputs = draw_inputs(model, position_limit(source.config) or SOURCE)
     expected, found = (one.eval()(**inputs, use_cache=False).logits for one in (source, model))
     error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
     if not error <= (TOLERANCE + ROUNDINGS * torch.finfo(model.config.dtype).eps) * largest:
         raise ValueError(
-            f"{type(source).__name__} of transformers gives other logits for {folder} than the model that was read: "
-            f"they differ by {error:.2g}, and the largest is {largest:.2g}. Please report the checkpoint's name"
+            f"{type(source).__name__} of transformers gives other logits for {teacher.folder or teacher.name} than "
+            f"the model that was read: they differ by {error:.2g}, and the largest is {largest:.2g}. Please report "
+            "the checkpoint's name"
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...loading import CheckpointReader
 from ...models.configuration_lightformer import LightFormerConfig
 from . import Family, register_family
 
@@ -73,14 +75,14 @@ class T5(Family):
         )
 
     @classmethod
-    def fit_weights(cls, config: Any, reader: CheckpointReader) -> Any:
+    def fit_weights(cls, config: Any, tensors: Mapping[str, Tensor], where: str | Path) -> Any:
         """Tied, unless the checkpoint has an output layer that differs from its embedding; no field contains this."""
-        config = cls.fit_tables(config, reader)
-        names, tables = reader.keys(), ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
-        table = next((name for name in tables if name in names), None)
-        if "lm_head.weight" not in names or table is None:
+        config = cls.fit_tables(config, tensors)
+        tables = ["decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"]
+        table = next((name for name in tables if name in tensors), None)
+        if "lm_head.weight" not in tensors or table is None:
             return config
-        config.tie_word_embeddings = torch.equal(reader.read("lm_head.weight"), reader.read(table))
+        config.tie_word_embeddings = torch.equal(tensors["lm_head.weight"], tensors[table])
         return config
 
     @classmethod

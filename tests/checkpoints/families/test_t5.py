@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.models.layers import RelativePositions
 
 SHAPES = {
@@ -56,7 +56,7 @@ def pair(request, tmp_path_factory):
     """A teacher, and the LightFormer that is read of its checkpoint."""
     teacher, folder = make_teacher(request.param), tmp_path_factory.mktemp("teacher")
     teacher.save_pretrained(folder)
-    ours = Teacher(folder, "teacher").load()
+    ours = read(folder).model
     assert ours.config.tie_word_embeddings == CASES[request.param][2]
     return teacher, ours
 
@@ -114,7 +114,7 @@ def test_logits_of_600_tokens(tmp_path):
     """Cached in two parts, where the second begins far from the first."""
     teacher = make_teacher("v1.1")
     teacher.save_pretrained(tmp_path)
-    ours = Teacher(tmp_path, "teacher").load()
+    ours = read(tmp_path).model
     ids, target = torch.randint(3, 40, (1, 600)), torch.randint(3, 40, (1, 600))
     expected = teacher(input_ids=ids, decoder_input_ids=target).logits
     torch.testing.assert_close(ours(input_ids=ids, decoder_input_ids=target).logits, expected, atol=1e-4, rtol=0)
@@ -133,7 +133,7 @@ def test_fp16_stays_finite_where_networks_overflow(case, tmp_path):
         if name.endswith("wo.weight"):
             weight.mul_(3000)
     teacher.save_pretrained(tmp_path / "teacher")
-    Teacher(tmp_path / "teacher", "teacher").load().save_pretrained(tmp_path / "ours")
+    read(tmp_path / "teacher").model.save_pretrained(tmp_path / "ours")
     ids, mask = padded(sentences((31, 5, 17)))
     batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
     exact, errors = teacher(**batch).logits[mask.bool()], []

@@ -11,13 +11,14 @@ import copy
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...loading import CheckpointReader
 from ...models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ...models.layers import make_positions
 
@@ -51,34 +52,41 @@ class Family:
         return LightFormerConfig(**shared, **cls.fields, dtype=config.dtype)
 
     @classmethod
-    def fit_weights(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
-        """`own_config` as the checkpoint's tensors have it, if the source's configuration does not contain it."""
-        config = cls.fit_positions(config, reader)
-        return config if config.tie_word_embeddings else cls.fit_tables(config, reader)
+    def fit_weights(
+        cls, config: FactorizedConfig, tensors: Mapping[str, Tensor], where: str | Path
+    ) -> FactorizedConfig:
+        """`own_config` as the source's tensors have it, if its configuration does not contain it.
+
+        `where` names the source in messages.
+        """
+        config = cls.fit_positions(config, tensors, where)
+        return config if config.tie_word_embeddings else cls.fit_tables(config, tensors)
 
     @classmethod
-    def fit_tables(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
+    def fit_tables(cls, config: FactorizedConfig, tensors: Mapping[str, Tensor]) -> FactorizedConfig:
         """Give each stack a separate embedding matrix if the checkpoint contains two different ones.
 
         Of these families, Marian alone has a field for it: in the others transformers unties all tables or none.
         """
-        stored = {cls.own_name(key): key for key in reader.keys()}  # noqa: SIM118, a reader is no dict
+        stored = {cls.own_name(key): key for key in tensors}
         first, second = (stored.get(f"model.{stack}.embed_tokens.weight", stored.get(SHARED)) for stack in STACKS)
-        if first and second and first != second and not torch.equal(reader.read(first), reader.read(second)):
+        if first and second and first != second and not torch.equal(tensors[first], tensors[second]):
             config.share_encoder_decoder_embeddings = False
         return config
 
     @classmethod
-    def fit_positions(cls, config: FactorizedConfig, reader: CheckpointReader) -> FactorizedConfig:
+    def fit_positions(
+        cls, config: FactorizedConfig, tensors: Mapping[str, Tensor], where: str | Path
+    ) -> FactorizedConfig:
         """Compare stored tables of positions with the sinusoids that are computed in their place.
 
         If they differ, the result has trained positions. Raises `ValueError` if the source's class does not read them.
         """
-        for key in reader.keys():  # noqa: SIM118, a reader is no dict
-            if cls.is_computed(cls.own_name(key), config) and not is_sinusoidal(reader.read(key), config):
+        for key, tensor in tensors.items():
+            if cls.is_computed(cls.own_name(key), config) and not is_sinusoidal(tensor, config):
                 if not cls.reads_positions:
                     raise ValueError(
-                        f"{key} of {reader.folder} are not the sinusoids that {cls.architectures[0]} computes in "
+                        f"{key} of {where} are not the sinusoids that {cls.architectures[0]} computes in "
                         "their place: remove them from the checkpoint if the model was trained with sinusoids"
                     )
                 config.position_embedding_type = "learned"
@@ -89,6 +97,20 @@ class Family:
         """Whether a model with `config` computes the tensor of this name: a table of sinusoids."""
         kind = getattr(config, "position_embedding_type", "learned")
         return kind.startswith("sinusoidal") and re.fullmatch(POSITION_TABLES, name or "") is not None
+
+    @classmethod
+    def substitute(cls, name: str, shape: torch.Size, config: FactorizedConfig) -> Tensor | None:
+        """Return a tensor that a source may omit; `None` for others.
+
+        A bias is then zero, and positions are sinusoids where only one stack has trained ones.
+        """
+        if name.endswith("final_logits_bias"):
+            return torch.zeros(shape)
+        if name.endswith("embed_positions.weight") and cls.reads_positions:
+            computed = copy.copy(config)
+            computed.position_embedding_type = "sinusoidal"
+            return make_positions(computed).table
+        return None
 
     @classmethod
     def own_name(cls, name: str) -> str | None:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
-from lightformers_hf.conversion.families.marian import Marian
+from lightformers_hf.checkpoints.families.marian import Marian
 
 DENSE = {"pattern": {".*": "dense"}, "progress": False}
 TRAINED, COMPUTED = "trained", "computed"

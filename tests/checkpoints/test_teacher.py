@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from lightformers_hf import StudyOptions, SubformerConfig, SubformerForConditionalGeneration, convert, plan
-from lightformers_hf.conversion.teacher import Teacher
+from lightformers_hf.checkpoints.teacher import read, shorten
 
 
 def without(model, stack: str, kept: list[int]) -> None:
@@ -35,7 +35,7 @@ def without(model, stack: str, kept: list[int]) -> None:
 def test_logits_are_those_of_the_model_without_the_layers(tiny_marian, stack, count, kept):
     reference = MarianMTModel.from_pretrained(tiny_marian).eval()
     without(reference, stack, kept)
-    model = Teacher(tiny_marian, "t").keep_layers({stack: count}).load().eval()
+    model = shorten(read(tiny_marian), {stack: count}).model
     assert getattr(model.config, f"{stack}_layers") == count
     batch = AutoTokenizer.from_pretrained(tiny_marian)(["Zwei Hunde spielen."], return_tensors="pt")
     start = torch.tensor([[reference.config.decoder_start_token_id]])
@@ -52,10 +52,10 @@ def test_layers_that_stay_end_equal_parts(tiny_marian, tmp_path, before, count, 
     torch.manual_seed(0)
     deep = MarianMTModel(config)
     deep.save_pretrained(tmp_path)
-    teacher = Teacher(tmp_path, "t").keep_layers({"decoder": count})
-    assert list(teacher.depths["decoder"]) == kept
-    assert list(teacher.depths["encoder"]) == list(range(config.encoder_layers))
-    model = teacher.load()
+    teacher = shorten(read(tmp_path), {"decoder": count})
+    assert list(teacher.layers["decoder"]) == kept
+    assert list(teacher.layers["encoder"]) == list(range(config.encoder_layers))
+    model = teacher.model
     for layer, index in zip(model.model.decoder.layers, kept, strict=True):
         assert torch.equal(layer.fc1.weight, deep.model.decoder.layers[index].fc1.weight)
 
@@ -121,14 +121,14 @@ def test_positions_of_m2m100_begin_behind_its_padding(tmp_path):
     inputs = {name: ids + (ids == 5) if name != "attention_mask" else ids for name, ids in inputs.items()}
     inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 5)
     expected = model(**inputs).logits
-    torch.testing.assert_close(Teacher(tmp_path, "t").load()(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read(tmp_path).model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_own_classes_are_found_without_their_name(tmp_path):
     SubformerForConditionalGeneration(SubformerConfig(**TINY["subformer"])).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
-    assert Teacher(tmp_path, "t").model_class is SubformerForConditionalGeneration
+    assert type(read(tmp_path).model) is SubformerForConditionalGeneration
 
 
 @pytest.mark.parametrize(

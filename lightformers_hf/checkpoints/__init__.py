@@ -1,0 +1,1 @@
+"""Trained models as sources: families, reading and checking."""
