@@ -21,17 +21,46 @@ class Weight:
     left: Tensor  # W (m×n), or its first factor (m×r)
     right: Tensor | None = None  # the second factor (r×n); `None` of a dense one
     bias: Tensor | None = None  # b (n)
+    stored: tuple[Tensor, ...] = ()  # the matrices of the module, if W is computed from them; else empty
 
     @classmethod
     def of(cls, module: nn.Module) -> Weight:
         """Return the weight of a module, whose tensors are not copied."""
         left, *others = factors_of(module)
-        return cls(left, others[0] if others else None, bias_of(module))
+        stored = tuple(weight for weight in module.parameters() if weight.dim() > 1)
+        own = {factor.data_ptr() for factor in (left, *others)}
+        is_computed = not left.is_meta and own != {weight.data_ptr() for weight in stored}
+        return cls(left, others[0] if others else None, bias_of(module), stored if is_computed else ())
 
     @property
     def rank(self) -> int | None:
         """r; `None` means dense."""
         return None if self.right is None else self.left.shape[1]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether W is one matrix."""
+        return self.right is None
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """W, or its two factors."""
+        return (self.left,) if self.right is None else (self.left, self.right)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The stored matrices: the factors, or those that W is computed from."""
+        return self.stored or self.factors
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored values, without the bias."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    def transpose(self) -> Weight:
+        """Wᵀ, without a bias."""
+        left, *others = (factor.T for factor in reversed(self.factors))
+        return Weight(left, others[0] if others else None, None, self.stored)
 
     def to(self, device: torch.device) -> Weight:
         """Return the weight on a device."""

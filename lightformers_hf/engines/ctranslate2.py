@@ -23,13 +23,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checkpoints.teacher import Teacher
 from ..files import read_json, write_json
+from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..vocabularies import read_vocabularies
 from .layers import (
     Attention,
     Expansion,
     Layer,
-    Linear,
     bias_or_zero,
     narrow_heads,
     quantize_rows,
@@ -178,8 +178,8 @@ def _specification(
 
 def _set_vocabulary_layers(
     spec: transformer_spec.TransformerDecoderSpec,
-    embedding: Linear,
-    output: Linear,
+    embedding: Weight,
+    output: Weight,
     suppressed: tuple[int, ...],
     order: list[int] | None,
 ) -> None:

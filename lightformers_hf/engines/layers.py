@@ -6,7 +6,7 @@ Symbols: a weight is m×n with y = x·W + b, d is `d_model`, H the number of hea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checkpoints.teacher import Teacher, read
 from ..in_memory import AnyModel, model_name
-from ..matrices import bias_of, factors_of
+from ..matrices import Weight
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 from .search import Search
@@ -63,39 +63,11 @@ def read_source(
 
 
 @dataclass(frozen=True)
-class Linear:
-    """One linear layer at one depth: y = x·W₁·W₂… + b."""
-
-    factors: tuple[Tensor, ...]  # (W,) where it is dense, (U, V) where it is factorized
-    bias: Tensor | None  # b (n)
-    stored: tuple[Tensor, ...] = ()  # the stored matrices; by default the factors themselves
-
-    @property
-    def is_dense(self) -> bool:
-        return len(self.factors) == 1
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The stored matrices."""
-        return self.stored or self.factors
-
-    @property
-    def parameters(self) -> int:
-        """Number of stored values, without the bias."""
-        return sum(tensor.numel() for tensor in self.tensors)
-
-    def product(self) -> Tensor:
-        """The one matrix W, m×n, in fp64: a product in fp32 would lose digits that a dense layer keeps."""
-        factors = [factor.double() for factor in self.factors]
-        return torch.linalg.multi_dot(factors) if len(factors) > 1 else factors[0]
-
-
-@dataclass(frozen=True)
 class Attention:
     """Attention at one depth."""
 
-    inputs: tuple[Linear, ...]  # the projections of queries, keys and values, or one for all three
-    output: Linear | None  # the projection of the heads' outputs
+    inputs: tuple[Weight, ...]  # the projections of queries, keys and values, or one for all three
+    output: Weight | None  # the projection of the heads' outputs
     heads: int
     head_dim: int
     scale: float  # factor of q·k
@@ -124,9 +96,9 @@ class Layer:
     cross: Attention | None
     cross_norm: nn.Module | None
     cross_source: int
-    gate: Linear | None
-    fc1: Linear
-    fc2: Linear
+    gate: Weight | None
+    fc1: Weight
+    fc2: Weight
     ffn_norm: nn.Module
 
 
@@ -135,7 +107,7 @@ class Stack:
     """Encoder or decoder. `positions` is the table from position 0 on, `None` where positions are relative; norms that
     the model lacks are `None`."""
 
-    embedding: Linear
+    embedding: Weight
     scale: float
     positions: Tensor | None
     embedding_norm: nn.Module | None
@@ -143,7 +115,7 @@ class Stack:
     final_norm: nn.Module | None
 
     @property
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Weight]:
         """The linear layers of all depths."""
         for layer in self.layers:
             for attention in filter(None, (layer.attention, layer.cross)):
@@ -151,12 +123,11 @@ class Stack:
             yield from filter(None, (layer.gate, layer.fc1, layer.fc2))
 
 
-def read_output(model: LightFormerForConditionalGeneration) -> Linear:
+def read_output(model: LightFormerForConditionalGeneration) -> Weight:
     """The output layer (d×V) with the fixed bias of the logits, `None` where that is zero."""
     bias = model.final_logits_bias.flatten() if model.final_logits_bias is not None else None
     bias = bias if bias is not None and bias.any() else None
-    factors = factors_of(model.lm_head)  # V×d
-    return Linear(tuple(factor.T for factor in reversed(factors)), bias)
+    return replace(Weight.of(model.lm_head).transpose(), bias=bias)
 
 
 def read_stack(stack: nn.Module) -> Stack:
@@ -174,13 +145,13 @@ def read_stack(stack: nn.Module) -> Stack:
                 _attention(layer.encoder_attn) if has_cross else None,
                 norms.encoder_attn_layer_norm if has_cross else None,
                 slots["cross_layer_idx"],
-                _linear(layer.fc_gate) if hasattr(layer, "fc_gate") else None,
-                _linear(layer.fc1),
-                _linear(layer.fc2),
+                Weight.of(layer.fc_gate) if hasattr(layer, "fc_gate") else None,
+                Weight.of(layer.fc1),
+                Weight.of(layer.fc2),
                 norms.final_layer_norm,
             )
         )
-    embedding, places = Linear(factors_of(stack.embed_tokens), None), stack.embed_positions
+    embedding, places = Weight.of(stack.embed_tokens), stack.embed_positions
     if places is not None:
         places = (places.weight if hasattr(places, "weight") else places.table)[places.offset :]
     first, last = (
@@ -189,16 +160,11 @@ def read_stack(stack: nn.Module) -> Stack:
     return Stack(embedding, float(stack.embed_scale), places, first, tuple(layers), last)
 
 
-def _linear(module: nn.Module) -> Linear:
-    stored = tuple(tensor for tensor in module.parameters() if tensor.dim() > 1)
-    return Linear(factors_of(module), bias_of(module), stored)
-
-
 def _attention(module: nn.Module) -> Attention:
     names = ("qkv_proj",) if module.joint_qkv else ("q_proj", "k_proj", "v_proj")
-    inputs = tuple(_linear(getattr(module, name)) for name in names)
+    inputs = tuple(Weight.of(getattr(module, name)) for name in names)
     heads = sum(linear.factors[-1].shape[1] for linear in inputs) // 3 // module.head_dim
-    output = None if isinstance(module.out_proj, nn.Identity) else _linear(module.out_proj)
+    output = None if isinstance(module.out_proj, nn.Identity) else Weight.of(module.out_proj)
     return Attention(inputs, output, heads, module.head_dim, module.scaling)
 
 
@@ -227,20 +193,20 @@ class Expansion:
     encoder_table: int = 0
     _seen: set = field(default_factory=set)
 
-    def multiply(self, linear: Linear) -> Tensor:
+    def multiply(self, linear: Weight) -> Tensor:
         """The one matrix of a layer (m×n, fp64); one that is stored otherwise is counted."""
-        matrix = linear.product()
+        matrix = linear.product(torch.float64)
         if not linear.is_dense or linear.parameters < matrix.numel():
             self._count(linear, matrix.numel())
         return matrix
 
-    def write(self, linear: Linear) -> None:
+    def write(self, linear: Weight) -> None:
         """Count a layer that is written factor by factor, if those take more than what is stored."""
         factors = sum(factor.numel() for factor in linear.factors)
         if linear.parameters < factors:
             self._count(linear, factors)
 
-    def _count(self, linear: Linear, parameters: int) -> None:
+    def _count(self, linear: Weight, parameters: int) -> None:
         if self._is_new(linear):
             self.matrices += 1
             self.parameters_before += linear.parameters
@@ -252,7 +218,7 @@ class Expansion:
             self.narrowed_attentions += 1
             self.parameters_after -= spared
 
-    def _is_new(self, *linears: Linear) -> bool:
+    def _is_new(self, *linears: Weight) -> bool:
         place = tuple(tensor.data_ptr() for linear in linears for tensor in linear.tensors)
         is_new = place not in self._seen
         self._seen.add(place)

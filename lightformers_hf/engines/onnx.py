@@ -30,13 +30,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from ..checkpoints.teacher import Teacher
 from ..files import write_json
+from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from .layers import (
     Attention,
     Biases,
     Expansion,
     Layer,
-    Linear,
     Source,
     Stack,
     quantize_rows,
@@ -305,7 +305,7 @@ class Graph:
         rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
         return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
 
-    def project(self, states: str, linears: list[Linear]) -> list[str]:
+    def project(self, states: str, linears: list[Weight]) -> list[str]:
         """Apply several layers to the same states: their first factors are one product. (…, m) → (…, nᵢ) each."""
         in_first = [linear.bias if linear.is_dense else None for linear in linears]
         widths = [linear.factors[0].shape[1] for linear in linears]
@@ -522,7 +522,7 @@ def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dic
     return caches
 
 
-def output_logits(graph: Graph, states: str, output: Linear, scale: float | None) -> None:
+def output_logits(graph: Graph, states: str, output: Weight, scale: float | None) -> None:
     """States (N, T, d), times `scale`, → logits (N, T, V). The nodes that compute them are named `OUTPUT`…"""
     if scale is not None:
         states = graph.op("Mul", states, graph.constant(scale))

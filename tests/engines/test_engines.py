@@ -9,7 +9,8 @@ from models.cases import make_model
 
 from lightformers_hf import engines, export, load_engine
 from lightformers_hf.engines import deployment_names, load_engine_file, split_deployment
-from lightformers_hf.engines.layers import Expansion, Linear
+from lightformers_hf.engines.layers import Expansion
+from lightformers_hf.matrices import Weight
 
 # What a newcomer writes: a model saved by torch, and run by transformers.
 ECHO = """
@@ -96,6 +97,6 @@ def test_what_is_stored_as_less_than_its_factors_is_counted_once(method):
     diagonal, plain = torch.ones(4), torch.ones(4, 6)
     expansion = Expansion()
     for _ in range(2):  # a shared layer, whose matrix is made anew at every depth
-        getattr(expansion, method)(Linear((torch.diag(diagonal),), None, stored=(diagonal,)))
-        getattr(expansion, method)(Linear((plain,), None))
+        getattr(expansion, method)(Weight(torch.diag(diagonal), stored=(diagonal,)))
+        getattr(expansion, method)(Weight(plain))
     assert (expansion.matrices, expansion.parameters_before, expansion.parameters_after) == (1, 4, 16)
