@@ -224,6 +224,8 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     MODEL,
     OUTPUT,
     option("--compare", type=CHECKPOINT, metavar="TEACHER", help="A second model that the page runs beside it."),
+    option("--quantization", values=("int8", "int4"), default="int8", help="Type of numbers. Default: int8."),
+    ROUNDING,
     option("--source-lang", metavar="de_DE", help="Code of the source's language, for a multilingual model."),
     option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
     OVERWRITE,
@@ -236,7 +238,7 @@ def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
 
     Example: lightformers web opus-mt-de-en-light page --compare opus-mt-de-en
     """
-    check_output(output, overwrite=overwrite, inputs=[model, options["compare"]])
+    check_output(output, overwrite=overwrite, inputs=[model, options["compare"], options["calibration"]])
     from ..engines.web import export_web
 
     report = export_web(model, output, overwrite=overwrite, **options)

@@ -25,7 +25,7 @@ import { env, pipeline } from "@huggingface/transformers";
 env.allowRemoteModels = false;
 env.localModelPath = process.argv[2];
 const found = {};
-for (const dtype of ["fp32", "q8", "fp16"]) {
+for (const dtype of ["fp32", "q8", "fp16", "q4"]) {
   const translate = await pipeline("translation", "out", { dtype });
   found[dtype] = [];
   for (const text of JSON.parse(process.argv[3])) found[dtype].push((await translate(text))[0].translation_text);
@@ -51,6 +51,8 @@ def node(tmp_path_factory):
 @needs_npm
 def test_node_translates_as_the_checkpoint_does(node, tiny_marian, parallel_sentences, tmp_path):
     export(tiny_marian, tmp_path / "out", to="onnx")
+    export(tiny_marian, tmp_path / "q4", to="onnx", quantization="int4")
+    shutil.copytree(tmp_path / "q4" / "onnx", tmp_path / "out" / "onnx", dirs_exist_ok=True)
     (node / "run.mjs").write_text(SCRIPT, encoding="utf-8")
     german = [pair["de"] for pair in parallel_sentences]
     command = ["node", "run.mjs", str(tmp_path), json.dumps(german)]
@@ -59,7 +61,8 @@ def test_node_translates_as_the_checkpoint_does(node, tiny_marian, parallel_sent
     expected = translate(german, tiny_marian, num_beams=1)
     assert found["fp32"] == expected
     assert found["fp16"] == expected
-    assert sum(one == other for one, other in zip(found["q8"], expected, strict=True)) >= 8
+    for dtype in ("q8", "q4"):
+        assert sum(one == other for one, other in zip(found[dtype], expected, strict=True)) >= 8, dtype
 
 
 @pytest.fixture
@@ -133,6 +136,17 @@ def test_the_page_translates_offline_with_its_spaces_and_lines(serve, chromium, 
         assert read(page, f"{german}\n\n  {german}") == [f"{english}\n\n  {english}"] * 2
         assert page.title() == page.text_content("h1") == "German to English, on this device"
     assert not errors
+
+
+def test_a_page_in_4_bits(serve, chromium, tiny_marian, parallel_sentences, tmp_path):
+    german, english = parallel_sentences[0].values()
+    export_web(tiny_marian, tmp_path / "page", quantization="int4")
+    page = chromium.new_page()
+    page.goto(serve[0](tmp_path / "page"))
+    assert read(page, german) == [english]
+    assert [file.name for file in (tmp_path / "page" / "model" / "onnx").glob("encoder*")] == ["encoder_model_q4.onnx"]
+    with pytest.raises(ValueError, match="a page has int8 or int4"):
+        export_web(tiny_marian, tmp_path / "other", quantization="float32")
 
 
 @pytest.mark.parametrize("trouble", ["hard reload", "no service worker", "little storage"])
@@ -218,7 +232,7 @@ def test_the_decoder_of_a_page_reads_what_the_encoder_has(tiny_marian, tmp_path)
     export(tiny_marian, tmp_path / "out", to="onnx", quantization="int8")
     decoder = tmp_path / "out" / "onnx" / "decoder_model_merged_quantized.onnx"
     before = decoder.stat().st_size
-    share_weights(decoder.parent)
+    share_weights(decoder.parent, "_quantized")
     assert decoder.stat().st_size < before
     assert onnxruntime.InferenceSession(str(decoder), providers=["CPUExecutionProvider"]).get_inputs()
 

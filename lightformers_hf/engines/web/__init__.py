@@ -1,4 +1,4 @@
-"""A static page that translates in the browser: the model in int8, transformers.js and its WebAssembly beside it.
+"""A static page that translates in the browser: the model in int8 or int4, transformers.js and its WebAssembly.
 
 `app.js` is the page, `worker.js` the model in a Web Worker, `sw.js` keeps all files for later visits without network.
 transformers.js and ONNX Runtime come from the npm registry at pinned versions; npm checks their digests.
@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_json, write_json
 from ...languages import split_language
@@ -28,6 +29,8 @@ TRANSFORMERS_JS = "4.3.2"
 SMALLEST_SHARED = 4096  # bytes of a tensor
 PAGE_FILES = ("index.html", "style.css", "app.js", "worker.js", "sw.js")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "onnx/*.onnx")
+# {quantization: its name in transformers.js, and the end of file names}
+DTYPES = {"int8": ("q8", "_quantized"), "int4": ("q4", "_q4")}
 # {package: files of it that the page loads}
 VENDORED = {
     "@huggingface/transformers": ("dist/transformers.min.js", "LICENSE"),
@@ -76,6 +79,8 @@ def export_web(
     output: str | Path,
     *,
     compare: str | Path | None = None,
+    quantization: str = "int8",
+    calibration: str | Path | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
     overwrite: bool = False,
@@ -86,6 +91,7 @@ def export_web(
         model: a checkpoint folder, or a name on the Hub.
         output: the folder to write.
         compare: another checkpoint that the page runs beside the model, such as its teacher.
+        quantization, calibration: `int8`, or `int4` and the text that it is rounded by, as for `export`.
         source_lang, target_lang: languages of a multilingual model.
         overwrite: replace the content of `output`, if this package wrote all of it.
 
@@ -93,17 +99,22 @@ def export_web(
         ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
         FileNotFoundError, FileExistsError, BlockingIOError: as `export`.
     """
-    check_output(output, overwrite=overwrite, inputs=[model, compare])
+    check_output(output, overwrite=overwrite, inputs=[model, compare, calibration])
+    if quantization not in DTYPES:
+        raise ValueError(f"quantization is {quantization!r}; a page has {' or '.join(DTYPES)}")
+    options = {"quantization": quantization, "calibration": calibration}
+    options |= {"source_lang": source_lang, "target_lang": target_lang}
     names = {"model": model, **({"compare": compare} if compare else {})}
-    with atomic_output(output, overwrite=overwrite, inputs=list(names.values())) as temporary:
+    with atomic_output(output, overwrite=overwrite, inputs=[*names.values(), calibration]) as temporary:
         versions = vendor(temporary / "vendor")
-        reports = [_write_model(name, temporary / key, source_lang, target_lang) for key, name in names.items()]
+        reports = [_write_model(name, temporary / key, options) for key, name in names.items()]
         title = f"{printable_name(model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
         language = source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
         target = target_lang or tokenizer.get("target_lang") or tokenizer.get("tgt_lang")
         models = [
             {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
+            | {"dtype": DTYPES[quantization][0]}
             for key, name in names.items()
         ]
         page = {"title": title, "example": "", "language": find_language(language), "target": find_language(target)}
@@ -132,29 +143,29 @@ def find_language(name: str | None) -> str | None:
     return found[1] if found else None
 
 
-def _write_model(name: str | Path, folder: Path, source_lang: str | None, target_lang: str | None) -> ExportReport:
-    """Export a model in int8, and keep only the files that a browser loads."""
+def _write_model(name: str | Path, folder: Path, options: dict[str, Any]) -> ExportReport:
+    """Export a model with options of `export`, and keep only the files that a browser loads."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place, "made")
-        report = export(name, made, to="onnx", quantization="int8", source_lang=source_lang, target_lang=target_lang)
+        report = export(name, made, to="onnx", **options)
         if report.tokenizer.missing:
             raise ValueError(f"{name} cannot run in a browser, it has no tokenizer.json: {report.tokenizer.missing}")
         for file in (file for pattern in MODEL_FILES for file in made.glob(pattern)):
             target = folder / file.relative_to(made)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-    share_weights(folder / "onnx")
+    share_weights(folder / "onnx", DTYPES[options["quantization"]][1])
     return report
 
 
-def share_weights(folder: Path) -> None:
+def share_weights(folder: Path, end: str) -> None:
     """Have the decoder read the tensors that the encoder holds too from the encoder's file, as external data.
 
     The worker of the page names that file to transformers.js, which opens no file of two graphs otherwise.
     """
     import onnx  # an optional dependency
 
-    encoder, decoder = (folder / f"{name}_quantized.onnx" for name in ("encoder_model", "decoder_model_merged"))
+    encoder, decoder = (folder / f"{name}{end}.onnx" for name in ("encoder_model", "decoder_model_merged"))
     content, model = encoder.read_bytes(), onnx.load(decoder)
     for tensor in model.graph.initializer:
         place = content.find(tensor.raw_data) if len(tensor.raw_data) > SMALLEST_SHARED else -1

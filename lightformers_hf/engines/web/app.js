@@ -104,7 +104,7 @@ function open(model, page, progress) {
         finish.done();
       }
     };
-    worker.postMessage({ folder: model.folder, language: page.language });
+    worker.postMessage({ folder: model.folder, dtype: model.dtype, language: page.language });
   });
 }
 

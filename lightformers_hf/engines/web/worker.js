@@ -16,14 +16,16 @@ env.backends.onnx.wasm.numThreads = threads;
 
 let tokenizer, model, language, longest, prefix;
 
-async function load(folder) {
+const ENDINGS = { q8: "quantized", q4: "q4" }; // of the names of files
+
+async function load(folder, dtype) {
   const progress_callback = (event) => {
     if (event.status === "progress_total") postMessage({ progress: event.progress / 100 });
   };
   tokenizer = await openTokenizer(folder);
-  const encoder = "encoder_model_quantized.onnx"; // holds tensors of the decoder, too
+  const encoder = `encoder_model_${ENDINGS[dtype]}.onnx`; // holds tensors of the decoder, too
   const session_options = { externalData: [{ path: encoder, data: `onnx/${encoder}` }] };
-  const options = { dtype: "q8", device: "wasm", progress_callback, session_options };
+  const options = { dtype, device: "wasm", progress_callback, session_options };
   model = await AutoModelForSeq2SeqLM.from_pretrained(folder, options);
   const positions = model.config.max_position_embeddings ?? Infinity;
   longest = Math.min(positions, 512);
@@ -137,7 +139,7 @@ self.onmessage = async ({ data }) => {
   try {
     if (data.folder) {
       language = data.language ?? undefined;
-      await load(data.folder);
+      await load(data.folder, data.dtype);
       postMessage({ ready: true });
     } else {
       await translate(data.text);
