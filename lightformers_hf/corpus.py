@@ -386,7 +386,7 @@ class Corpus:
         Blocks come in a random order, `WAYS` of them in turn. A small corpus is always the same pool.
         """
         if self.table is not None:
-            yield from [(0, self.table)][first:]
+            yield from [(0, self.table)][first:] if self.table["source"] else ()
             return
         order = np.random.default_rng([seed, epoch]).permutation(self.blocks)
         rows, number = take_turns(self._read_block(int(block)) for block in order), 0

@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain, islice
@@ -341,11 +341,13 @@ def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokeniz
         )
 
 
-def cut_texts(tokens: Dataset, limit: int) -> list[str]:
-    """Return one line per side about the texts that `tokenize_pairs` cut at a number of tokens, or none."""
-    lengths = {side: tokens[f"{side}_length"][:] for side in ("source", "target")}
+def cut_texts(lengths: Mapping[str, Sequence[int]], limit: int) -> list[str]:
+    """Return one line per side about the texts that were cut at a number of tokens, or none.
+
+    `lengths`: those of `source` and of `target` in tokens.
+    """
     cut = {side: sum(length >= limit for length in found) for side, found in lengths.items()}
-    return [f"{n:,} of {len(tokens):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
+    return [f"{n:,} of {len(lengths[side]):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
 
 
 # --- Local files

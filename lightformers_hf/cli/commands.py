@@ -81,6 +81,7 @@ TRAINING = (
     METRIC,
     option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
     option("--seed", type=SEED, default=0, help="Seed of everything that is random."),
+    option("--skip-bad-lines", is_flag=True, help="Skip damaged lines of --data, and count them."),
 )
 TO: dict[str, Any] = {"values": ENGINES, "help": f"Engine: {join_names(ENGINES)}."}
 DEPLOYMENT = (

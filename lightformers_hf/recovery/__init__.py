@@ -10,7 +10,9 @@ from .runs import (
     remove_checkpoints,
     train,
 )
-from .trainer import FiniteTrainer, RecoveryTrainer, TokenBatchSampler, hidden_loss, training_loss
+from .batches import TokenBatchSampler
+from .stream import TokenBatches, TokenizedPool
+from .trainer import FiniteTrainer, RecoveryTrainer, hidden_loss, training_loss
 
 __all__ = [
     "FiniteTrainer",
@@ -18,6 +20,8 @@ __all__ = [
     "ScoredPart",
     "TokenBatchSampler",
     "check_reports",
+    "TokenBatches",
+    "TokenizedPool",
     "find_last_checkpoint",
     "hidden_loss",
     "load_distiller",

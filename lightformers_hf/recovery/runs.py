@@ -383,6 +383,7 @@ FULL_RATE_STEPS = 600
 # Near its teacher, dropout harms and states help where so few epochs are trained (measured with a half); seven were
 # measured with dropout and without states.
 FEW_EPOCHS = 2
+MAX_TOKENS = {"cpu": 1600, "accelerator": 8192}  # of a batch
 # Share of the time for validation.
 FOR_VALIDATION = 0.15
 MOST_EPOCHS, MOST_EVALUATIONS = 40, 10
@@ -424,7 +425,7 @@ def choose_settings(
         learning_rate=rate * min(1.0, MEASURED_WIDTH / width),
         alpha=1.0 if random_text else 0.7,
         hidden_weight=5.0 if same_width else 0.0,
-        max_tokens=1600 if on_cpu else 8192,
+        max_tokens=MAX_TOKENS["cpu" if on_cpu else "accelerator"],
         bf16=bf16,
     )
 

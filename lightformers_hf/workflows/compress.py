@@ -42,7 +42,7 @@ MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are gi
 SCORED = 500  # sentences of the test that are translated in every engine
 # Arguments that an interrupted compression may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "push_to_hub", "private", "overwrite", "progress")
-TRAINING = ("minutes", "translations", "seed", "report_to", "device")  # options that `recover` gets, too
+TRAINING = ("minutes", "translations", "seed", "report_to", "device", "skip_bad_lines")  # options that `recover` gets, too
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
 
 
@@ -120,6 +120,7 @@ def compress(
     metrics: Iterable[str] = (),
     report_to: tuple[str, ...] = (),
     seed: int = 0,
+    skip_bad_lines: bool = False,
     device: str | None = None,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -135,7 +136,8 @@ def compress(
     Args:
         model, output, tokenizer, ratio, rank, …, target_lang, private, overwrite: as for `convert`; but by default
             `method` is `narrow` for engines without low-rank products, `calibration` the training part of `data`.
-        data, validation, minutes, translations, metrics, report_to, seed: as for `recover`.
+        data, validation, minutes, translations, metrics, report_to, seed, skip_bad_lines: as for
+            `recover`.
         to, quantization, shortlist: as for `export`.
         test: pairs for the final measurement, by default a part of `data`; with them, `data` may be of one language.
         device: where to convert, train and score; `None`: the CPU converts, an accelerator, if any, does the rest.

@@ -6,6 +6,7 @@ From top to bottom: the call, one recovery, its record on disk, and the teacher 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
@@ -37,6 +38,7 @@ from transformers import (
 
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
+from ..corpus import Corpus, Pairs
 from ..deprecated import renamed_arguments
 from ..engines import Engine, export, load_engine
 from ..engines.engine import ONE_OUTPUT, longest_input
@@ -78,6 +80,8 @@ from ..recovery import (
     RecoveryTrainer,
     ScoredPart,
     check_reports,
+    TokenBatches,
+    TokenizedPool,
     find_last_checkpoint,
     load_distiller,
     load_trainable,
@@ -87,6 +91,7 @@ from ..recovery import (
 )
 from ..recovery.runs import (
     FAR,
+    MAX_TOKENS,
     FOR_VALIDATION,
     Clock,
     Pace,
@@ -100,17 +105,20 @@ from ..recovery.runs import (
     training_arguments,
 )
 from ..results import Result
-from ..text import cut_texts, data_name, load_parallel, load_text, tokenize_pairs
+from ..text import cut_texts, data_name, load_parallel, tokenize_pairs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+logger = logging.getLogger(__name__)
+VALIDATION_FILE = "validation.json"  # the pairs that were drawn for it: data may change before a recovery resumes
 TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it resumes
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it ends
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
 FOR_TRANSLATIONS = 0.25  # share of the time for the teacher's translations
 HELD_OUT = 1000  # pairs of the validation at most
+ENOUGH = 20_000  # translations that a model can be trained on alone, where there are more sources than time
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # at most so many translations of the teacher replace references
 LONGEST = 1024  # tokens of a text at most
@@ -137,6 +145,7 @@ def recover(
     report_to: tuple[str, ...] = (),
     seed: int = 0,
     device: str | None = None,
+    skip_bad_lines: bool = False,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Recovery:
@@ -164,6 +173,7 @@ def recover(
         report_to: services that log the training: `tensorboard`, `trackio`, `wandb`, ….
         seed: seed of all random choices.
         device: `cpu`, or the accelerator's; `None`: the accelerator if there is one.
+        skip_bad_lines: skip damaged lines of `data`, and count them in the result; otherwise they are errors.
         overwrite: start again in a folder that contains another recovery.
         progress: show progress bars, and a line for every validation.
 
@@ -193,8 +203,11 @@ def recover(
             if (output / RECORD_FILE).exists():  # read again, now without other writers
                 record = claim(output, asked, overwrite=overwrite, inputs=inputs)
             set_seed(seed)
-            run = Run(light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
-            if "scores" not in record:
+            resumes = "scores" in record
+            models = (light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
+            run = Run(*models, skip_bad_lines, resumes)
+            check_files(record.get("data", {}), run.corpus.files)
+            if not resumes:
                 begin(output, record)
                 record |= run.prepare(minutes, translations, start)
                 write_json(record, output / RECORD_FILE)
@@ -254,9 +267,13 @@ class Run:
     seed: int
     progress: bool
     device: str | None = None
+    skip_bad: bool = False
+    resumes: bool = False
+    apart: str | None = None  # pairs whose sources are not trained on
 
     def __post_init__(self) -> None:
         self.on_cpu = trains_on_cpu(self.device)
+        self.last_pool: tuple[Pairs, TokenizedPool] | None = None
         self.folder = resolve_source(self.light)
         self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
         # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
@@ -276,8 +293,8 @@ class Run:
             )
         # The compressed model contains its languages, or they are given.
         begin_with(self.distiller, first_token_of(self.model))
-        self.pairs, self.held_out = self.read_data()
-        self.one_language = "target" not in self.pairs.column_names  # the teacher makes the targets
+        self.corpus, self.held_out = self.read_data()
+        self.one_language = not self.corpus.has_targets  # the teacher makes the targets
         self.compares_with_teacher = self.one_language and not self.validation
         self.longest = min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)  # text
         sources, references = self.held_out["source"][:], self.held_out["target"][:]
@@ -297,39 +314,48 @@ class Run:
         set_languages(model, self.tokenizer, *self.languages)
         return model
 
-    def read_data(self) -> tuple[Dataset, Dataset]:
-        """Training text, with a column `target` unless it is of one language, and the validation's pairs."""
-        texts = self.read_texts().shuffle(seed=self.seed)
+    def read_data(self) -> tuple[Corpus, Dataset]:
+        """Text to train on, without the sources of the validation, and the validation's pairs.
+
+        The validation is drawn from all text, unless it is given, or an earlier call has drawn it.
+        """
+        corpus = self.open_corpus()
+        texts = corpus.sample(HELD_OUT, self.seed)
         if self.validation:
             source, target = self.columns
             held_out = load_parallel(self.validation, source=source, target=target, max_samples=HELD_OUT)
+        elif self.resumes:
+            held_out = Dataset.from_dict(read_json(self.output / VALIDATION_FILE))
         else:
-            size = min(HELD_OUT if "target" in texts.column_names else COMPARED, len(texts) // 10)
+            size = min(HELD_OUT if corpus.has_targets else COMPARED, corpus.rows // 10)
             if not size:
-                held = f"{len(texts)} text{'s' * (len(texts) != 1)}"
+                held = f"{corpus.rows} text{'s' * (corpus.rows != 1)}"
                 raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
-            held_out, texts = texts.select(range(size)), texts.select(range(size, len(texts)))
-            if "target" not in texts.column_names:
+            held_out = texts.select(range(min(size, len(texts))))
+            if not corpus.has_targets:
                 sources = held_out["source"][:]
                 said = translate(
                     sources, self.distiller, self.tokenizer, num_beams=1, split=False, progress=self.progress
                 )
                 held_out = held_out.add_column("target", said)
-        seen = set(held_out["source"])
-        kept = [row for row, text in enumerate(texts["source"]) if text not in seen]
-        if not kept:
+        corpus.hold_out(held_out["source"])
+        if self.apart:
+            corpus.hold_out(load_parallel(self.apart, source=self.columns[0], target=self.columns[1])["source"])
+        if not len(corpus.sample(1, self.seed, without=corpus.without)):
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
-        return texts.select(kept), held_out
+        return corpus, held_out
 
-    def read_texts(self) -> Dataset:
-        """Return all text: that of the user, or random tokens, without texts that would be cut."""
+    def open_corpus(self) -> Corpus:
+        """All text: that of the user, or random tokens, without texts that would be cut."""
         if self.data is None:
             config, name = self.distiller.config, str(self.teacher)
             texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
             most, lengths = longest_input(self.distiller, self.tokenizer), map(len, self.tokenizer(texts)["input_ids"])
-            return Dataset.from_dict({"source": [text for text, n in zip(texts, lengths, strict=True) if n <= most]})
+            texts = [text for text, n in zip(texts, lengths, strict=True) if n <= most]
+            return Corpus.of(Dataset.from_dict({"source": texts}))
         source, target = named_columns(*self.languages)
-        return load_text(self.data, source=source and self.columns[0], target=target, default=self.columns)
+        given = {"source": source and self.columns[0], "target": target, "default": self.columns}
+        return Corpus(self.data, skip_bad=self.skip_bad, **given)
 
     @cached_property
     def columns(self) -> tuple[str, str]:
@@ -347,9 +373,18 @@ class Run:
         limits = {"max_source_length": self.longest, "max_target_length": self.longest}
         return tokenize_pairs(pairs, self.tokenizer, **limits)
 
+    def tokenize_pool(self, pairs: Pairs) -> TokenizedPool:
+        """Ids of a pool; those of the last one are kept, which is the same again in a small corpus."""
+        if self.last_pool is None or self.last_pool[0] is not pairs:
+            limits = {"longest": self.longest, "max_tokens": MAX_TOKENS["cpu" if self.on_cpu else "accelerator"]}
+            self.last_pool = pairs, TokenizedPool(pairs, self.tokenizer, **limits)
+        return self.last_pool[1]
+
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
         """Measure, choose the settings, and let the teacher translate if required."""
         width = self.model.config.hidden_size
+        if not self.validation:
+            write_json(self.held_out.to_dict(), self.output / VALIDATION_FILE)
         self.say("measuring the model, its teacher, and the time of a step")
         _, each = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
         taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / each))  # five of these validations fit into it
@@ -363,7 +398,7 @@ class Run:
         fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
         settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
-        pairs = self.training_pairs(count)
+        pairs = self.training_text(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
         dropout = 0.0 if self.data is None else getattr(self.own_config, "dropout", 0.0)
@@ -377,7 +412,7 @@ class Run:
         )
         scores = {"before": before, "teacher": teacher}
         chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
-        return chosen | {"scores": scores}
+        return chosen | {"scores": scores, "data": self.corpus.files}
 
     def say(self, *lines: str) -> None:
         """Print lines above the bars."""
@@ -392,51 +427,59 @@ class Run:
         return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
-        """Write the teacher's translations of the first sources, as the time allows, and return their number."""
+        """Write the teacher's translations of random sources, as the time allows, and return their number.
+
+        With references they are made of a model that lost much, and of as many sources as it can learn from in the
+        time: of all, or of `ENOUGH`.
+        """
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise ValueError(f"{text} is of one language: remove translations, which give the targets")
-        sources = self.pairs["source"][:]
-        count = len(sources)
         if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
         if translator is self.distiller and self.on_cpu:
             self.say("the teacher translates by generate(): CTranslate2, if installed, needs a fifth of the time")
         beams = 1 if self.data is None else BEAMS  # with random tokens more texts are better
-        sample, took = time_translations(sources[:SAMPLE], translator, self.tokenizer, beams)
-        if self.one_language:
-            count = min(count, max(len(sample), int(FOR_TRANSLATIONS * seconds / took)))
-        elif not wanted and count * took > FOR_TRANSLATIONS * seconds:
+        first = self.corpus.sample(SAMPLE, self.seed, without=self.corpus.without)["source"][:]
+        _, took = time_translations(first, translator, self.tokenizer, beams)
+        affordable = max(len(first), int(FOR_TRANSLATIONS * seconds / took))
+        texts = self.corpus.sample(min(self.corpus.rows, affordable), self.seed, without=self.corpus.without)
+        if not (self.one_language or wanted) and affordable < min(self.corpus.rows, ENOUGH):
             return 0
-        rest = sources[len(sample) : count]
-        texts = sample + translate(
-            rest, translator, self.tokenizer, num_beams=beams, split=False, progress=self.progress
+        made = translate(
+            texts["source"][:], translator, self.tokenizer, num_beams=beams, split=False, progress=self.progress
         )
-        write_json({"source": sources[:count], "target": texts}, self.output / TRANSLATIONS_FILE)
-        return count
+        references = {} if self.one_language else {"reference": texts["target"][:]}
+        write_json({"source": texts["source"][:], "target": made} | references, self.output / TRANSLATIONS_FILE)
+        return len(made)
 
-    def training_pairs(self, count: int) -> Dataset:
-        """References and the teacher's translations, one behind the other."""
+    def training_text(self, count: int) -> Corpus:
+        """All text, or that which the teacher translated, with references and translations."""
         if not count:
-            return self.pairs
-        made = Dataset.from_dict(read_json(self.output / TRANSLATIONS_FILE))
-        return made if self.one_language else concatenate_datasets([self.pairs, made.cast(self.pairs.features)])
+            return self.corpus
+        made = read_json(self.output / TRANSLATIONS_FILE)
+        references = made.get("reference", [])
+        sources, targets = made["source"][: len(references)] + made["source"], references + made["target"]
+        corpus = Corpus.of(Dataset.from_dict({"source": sources, "target": targets}), name=str(self.data))
+        corpus.sample(0, self.seed)
+        return corpus
 
-    def time_steps(self, pairs: Dataset, settings: RecoverySettings) -> tuple[float, int]:
+    def time_steps(self, pairs: Corpus, settings: RecoverySettings) -> tuple[float, int]:
         """How long a step takes, and how many an epoch has."""
         clock = Clock()
         trial = replace(settings, steps=TRIAL_STEPS, eval_steps=TRIAL_STEPS + 1, warmup_steps=1)
         trainer = self.trainer(copy.deepcopy(self.model), pairs, trial, teacher=self.distiller)
-        self.say(*cut_texts(trainer.train_dataset, self.longest))
+        steps = trainer.train_dataset.count_steps()
+        self.say(*cut_texts(self.last_pool[1].lengths, self.longest))
         trainer.add_callback(clock)
         trainer.train()
-        return clock.seconds, max(1, round(trainer.state.global_step / trainer.state.epoch))
+        return clock.seconds, steps
 
     def trainer(
         self,
         model: PreTrainedModel,
-        pairs: Dataset | None,
+        pairs: Corpus | None,
         settings: RecoverySettings,
         *,
         teacher: PreTrainedModel | None = None,
@@ -460,15 +503,17 @@ class Run:
             generation_max_length=min(int(1.5 * max(map(len, self.scored.tokens["labels"]))) + 2, self.longest),
             report_to=list(self.report_to) if saves else "none",
         )
+        batches = None
+        if pairs is not None:
+            batches = TokenBatches(pairs, self.tokenize_pool, settings.max_tokens, self.seed)
         trainer = RecoveryTrainer(
             model,
             arguments,
-            train_dataset=self.tokenize(pairs) if pairs is not None else None,
+            train_dataset=batches,
             eval_dataset=self.scored.tokens,
             data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
             processing_class=self.tokenizer,
             compute_metrics=score_validation,
-            max_tokens=settings.max_tokens,
             teacher=teacher,
             distillation_alpha=settings.alpha,
             hidden_weight=settings.hidden_weight if teacher is not None else 0.0,
@@ -482,7 +527,7 @@ class Run:
         self.held_out = self.held_out.select(range(record["sentences"]))
         if settings.dropout:
             self.model = self.load_light(dropout=True)
-        pairs, parameters = self.training_pairs(record["translations"]), unique_parameters(self.model)
+        pairs, parameters = self.training_text(record["translations"]), unique_parameters(self.model)
         trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
         pace = Pace(settings.seconds, settings.steps, settings.warmup_steps)
         trainer.add_callback(pace)
@@ -519,6 +564,7 @@ class Run:
             best_step=best_step,
             minutes=pace.elapsed / 60,
             translations=record["translations"],
+            bad_lines=len(self.corpus.bad or ()),
             settings=record["settings"],
         )
 
@@ -544,6 +590,7 @@ class Recovery(Result):
         minutes: duration of the training, without lost time after interruptions.
         translations: number of sources that the teacher translated first.
         settings: settings of the training.
+        bad_lines: damaged lines of the data that were read and skipped.
     """
 
     output: str
@@ -560,6 +607,7 @@ class Recovery(Result):
     minutes: float
     translations: int
     settings: dict[str, Any]
+    bad_lines: int = 0
 
     def parts(self) -> list[Table]:
         """Return the table."""
@@ -580,6 +628,8 @@ class Recovery(Result):
         table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")
         if self.translations:
             table.add_row("the teacher's translations", f"{self.translations:,}")
+        if self.bad_lines:
+            table.add_row("damaged lines, skipped", f"{self.bad_lines:,}")
         return table
 
 
@@ -624,15 +674,27 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def find_added(folder: Path) -> list[str]:
     """Foreign files in the folder of a complete or interrupted recovery, in alphabetical order."""
-    own = rf"{re.escape(TRANSLATIONS_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
+    own = rf"{re.escape(TRANSLATIONS_FILE)}|{re.escape(VALIDATION_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
+
+
+def check_files(before: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Raise `FileNotFoundError` where a file of the data is gone since a recovery began; log which have changed."""
+    if gone := [name for name in before if name not in now]:
+        raise FileNotFoundError(
+            f"{gone[0]} was a part of the data when this recovery began, and is gone: put it back to resume, or start "
+            "again with overwrite=True (--overwrite)"
+        )
+    if changed := [name for name in before if before[name] != now[name]]:
+        logger.warning(f"{changed[0]} has changed since this recovery began, which resumes with it as it is now")
 
 
 def begin(output: Path, record: dict[str, Any]) -> None:
     """Write the record of a new recovery, and remove the files of an earlier one."""
     output.mkdir(parents=True, exist_ok=True)
     remove_checkpoints(output)
-    (output / TRANSLATIONS_FILE).unlink(missing_ok=True)
+    for name in (TRANSLATIONS_FILE, VALIDATION_FILE):
+        (output / name).unlink(missing_ok=True)
     write_json(record, output / RECORD_FILE)
 
 

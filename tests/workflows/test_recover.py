@@ -346,7 +346,7 @@ def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tm
     languages = ("de=translate: ", "en")
     data = str(place / "pairs.jsonl")
     run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False)
-    assert all(text.startswith("translate: ") for text in [*run.pairs["source"], *run.held_out["source"]])
+    assert all(text.startswith("translate: ") for text in [*run.corpus.table["source"], *run.held_out["source"]])
 
 
 def test_two_do_not_write_to_one_folder(place, tiny_marian, tmp_path):
@@ -382,7 +382,7 @@ def test_translations_keep_their_sources_where_the_data_changes(place, tiny_mari
     seen = []
 
     def keep(self, record):
-        seen.append(self.training_pairs(record["translations"])[-record["translations"] :])
+        seen.append(self.training_text(record["translations"]).table)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "train", keep)
