@@ -135,7 +135,7 @@ def load_rows(data: str, *, split: str = "train", first: int | None = None, bad:
     files = find_files(data)
     rows = _load_hub(str(data), split, first) if files is None else _load_files(files, first, bad)
     if len(rows) == 0:
-        raise ValueError(f"{data} is empty: it holds no rows, expected at least one.")
+        raise ValueError(f"{data} holds no rows: it is empty, expected at least one.")
     return rows
 
 

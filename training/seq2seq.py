@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from common import (
     summarize,
     train_and_evaluate,
 )
+from datasets import Dataset
 from rich.console import Console
 from transformers import (
     AutoConfig,
@@ -33,10 +34,11 @@ from transformers import (
     set_seed,
 )
 
+from lightformers_hf.corpus import Corpus
 from lightformers_hf.evaluation.quality import METRICS, choose_metrics, describe, metric_names, score, signatures
 from lightformers_hf.languages import add_prefix, keep_prefix, language_code, split_prefix
 from lightformers_hf.loading import load_pretrained
-from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, load_distiller
+from lightformers_hf.recovery import RecoveryTrainer, ScoredPart, TokenBatches, TokenizedPool, load_distiller
 from lightformers_hf.text import load_parallel, tokenize_pairs
 
 
@@ -88,6 +90,13 @@ class DataArguments(arguments.DataArguments):
         metadata={
             "help": "Budget of a batch of one process: rows x (longest source + longest target) tokens, padding "
             "counted. Replaces --per-device-train-batch-size."
+        },
+    )
+    stream: bool = field(
+        default=False,
+        metadata={
+            "help": "Read, shuffle and tokenize the training text while the model trains, in pools of 32,768 pairs: a "
+            "corpus of any size begins at once, and nothing is copied. Needs --max-steps and --max-tokens."
         },
     )
     metric: list[str] | None = field(
@@ -148,6 +157,30 @@ def set_generation(
         raise ValueError("length_penalty chooses between the outputs of a beam: give --num-beams above 1 with it.")
 
 
+def open_stream(data: DataArguments, args: TrainingArguments, source: str, target: str) -> Corpus:
+    """The training text as a corpus. Raises `ValueError` where it cannot be a stream."""
+    name = data.train_file or data.dataset_name
+    if not name:
+        raise ValueError("stream is set, but there is no text to train on: give --train-file or --dataset-name.")
+    if args.max_steps < 1 or data.max_tokens is None:
+        raise ValueError("stream needs --max-steps and --max-tokens: a stream has no end, and batches of tokens.")
+    if data.max_train_samples is not None:
+        raise ValueError("stream reads all text: remove --max-train-samples, or --stream.")
+    split = data.train_split if not data.train_file else "train"
+    return Corpus(name, source=source, target=target, default=(source, target), split=split)
+
+
+def load_others(data: DataArguments, load: Callable[..., Dataset], corpus: Corpus) -> dict[str, Dataset]:
+    """The parts but the training text, from which the sources of the validation are taken out."""
+    files = [data.validation_file, *(data.test_file or ())]
+    splits = [data.validation_split, data.test_split] if data.dataset_name else []
+    if not any(files) and not any(splits):
+        return {}
+    parts = load_parts(replace(data, train_file=None, train_split=""), load)
+    corpus.hold_out(parts["validation"]["source"] if "validation" in parts else ())
+    return parts
+
+
 def run(
     task: Task,
     model_args: arguments.ModelArguments,
@@ -169,10 +202,14 @@ def run(
     elif model_args.model_name_or_path:
         config = load_pretrained(AutoConfig, model_args.model_name_or_path)
         source = add_prefix(config, source, getattr(data_args, "target_lang", target), tokenizer)
-    parts = load_parts(data_args, partial(load_parallel, source=source, target=target))
+    corpus = open_stream(data_args, args, source, target) if data_args.stream else None
+    load = partial(load_parallel, source=source, target=target)
+    parts = load_parts(data_args, load) if corpus is None else load_others(data_args, load, corpus)
     if args.eval_strategy != "no" and "validation" not in parts:
         raise ValueError(f"eval_strategy is {args.eval_strategy}: give --validation-file.")
-    scored_pairs = parts[next((part for part in parts if part != "train"), "train")]
+    scored_pairs = (
+        parts[next((part for part in parts if part != "train"), "train")] if parts else corpus.sample(1000, 0)
+    )
     metrics = choose_metrics(
         data_args.metric or (), scored_pairs["source"][:], scored_pairs["target"][:], default=task.default
     )
@@ -202,6 +239,11 @@ def run(
         lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
         workers = data_args.preprocessing_num_workers
         tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
+    if corpus is not None:
+        limits = {"longest": tuple(lengths.values()), "max_tokens": data_args.max_tokens}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        pool = partial(TokenizedPool, tokenizer=tokenizer, **limits)
+        tokens["train"] = TokenBatches(corpus, pool, data_args.max_tokens, seed)
     scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 
     language = language_code(target, tokenizer)

@@ -1,5 +1,6 @@
 """Recovering quality: batches of a budget of tokens, and a trainer that distils. The data comes from `text`."""
 
+from .batches import TokenBatchSampler
 from .runs import (
     ScoredPart,
     check_reports,
@@ -10,7 +11,6 @@ from .runs import (
     remove_checkpoints,
     train,
 )
-from .batches import TokenBatchSampler
 from .stream import TokenBatches, TokenizedPool
 from .trainer import FiniteTrainer, RecoveryTrainer, hidden_loss, training_loss
 

@@ -24,7 +24,7 @@ class TokenizedPool:
     """Tokens of the pairs of a pool, in as little memory as they need.
 
     Args:
-        longest: tokens after which a text is cut.
+        longest: tokens after which sources and targets are cut.
         max_tokens: tokens of a pair at most; pairs of more are left out, with a logged warning.
 
     Attributes:
@@ -32,14 +32,15 @@ class TokenizedPool:
         lengths: numbers of tokens, as `source` and `target`.
     """
 
-    def __init__(self, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, *, longest: int, max_tokens: int):
-        limits: dict[str, Any] = {"max_length": longest, "truncation": True}
+    def __init__(self, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, *, longest: tuple[int, int], max_tokens: int):
+        limits: list[dict[str, Any]] = [{"max_length": most, "truncation": True} for most in longest]
         sources, targets = pairs["source"], pairs["target"]
-        self.input_ids, self.labels = [], []
+        self.input_ids: list[np.ndarray] = []
+        self.labels: list[np.ndarray] = []
         for start in range(0, len(sources), AT_ONCE):
             batch = slice(start, start + AT_ONCE)
-            self.input_ids += _compact(tokenizer(sources[batch], **limits)["input_ids"])
-            self.labels += _compact(tokenizer(text_target=targets[batch], **limits)["input_ids"])
+            self.input_ids += _compact(tokenizer(sources[batch], **limits[0])["input_ids"])
+            self.labels += _compact(tokenizer(text_target=targets[batch], **limits[1])["input_ids"])
         kept = [place for place, ids in enumerate(self.input_ids) if len(ids) + len(self.labels[place]) <= max_tokens]
         if len(kept) < len(self.labels):
             logger.warning(f"{len(sources) - len(kept)} pairs have more than {max_tokens} tokens and are left out")

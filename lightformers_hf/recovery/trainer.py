@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,17 +16,12 @@ from transformers import (
     PreTrainedModel,
     Seq2SeqTrainer,
     Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import ModelOutput
 
 from ..models.layers import MultiHeadAttention
 from ..processors import EvenProducts, cast_once, has_many_shapes, without_plans
-
 from .batches import EpochCallback, TokenBatchSampler
 from .stream import StreamLoader, StreamPosition, TokenBatches
 
@@ -213,7 +207,9 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
         self.args.ignore_data_skip = True  # a checkpoint has the position
         self.add_callback(StreamPosition(batches))
         workers = min(1, self.args.dataloader_num_workers)
-        return StreamLoader(batches, self.data_collator, num_workers=workers, pin_memory=self.args.dataloader_pin_memory)
+        return StreamLoader(
+            batches, self.data_collator, num_workers=workers, pin_memory=self.args.dataloader_pin_memory
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Seq2SeqTrainer`; samples a second are those of the batches that were trained on."""

@@ -42,7 +42,14 @@ MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are gi
 SCORED = 500  # sentences of the test that are translated in every engine
 # Arguments that an interrupted compression may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "push_to_hub", "private", "overwrite", "progress")
-TRAINING = ("minutes", "translations", "seed", "report_to", "device", "skip_bad_lines")  # options that `recover` gets, too
+TRAINING = (
+    "minutes",
+    "translations",
+    "seed",
+    "report_to",
+    "device",
+    "skip_bad_lines",
+)  # options that `recover` gets, too
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
 
 

@@ -91,8 +91,8 @@ from ..recovery import (
 )
 from ..recovery.runs import (
     FAR,
-    MAX_TOKENS,
     FOR_VALIDATION,
+    MAX_TOKENS,
     Clock,
     Pace,
     Progress,
@@ -354,8 +354,8 @@ class Run:
             texts = [text for text, n in zip(texts, lengths, strict=True) if n <= most]
             return Corpus.of(Dataset.from_dict({"source": texts}))
         source, target = named_columns(*self.languages)
-        given = {"source": source and self.columns[0], "target": target, "default": self.columns}
-        return Corpus(self.data, skip_bad=self.skip_bad, **given)
+        source = source and self.columns[0]
+        return Corpus(self.data, source=source, target=target, default=self.columns, skip_bad=self.skip_bad)
 
     @cached_property
     def columns(self) -> tuple[str, str]:
@@ -376,8 +376,9 @@ class Run:
     def tokenize_pool(self, pairs: Pairs) -> TokenizedPool:
         """Ids of a pool; those of the last one are kept, which is the same again in a small corpus."""
         if self.last_pool is None or self.last_pool[0] is not pairs:
-            limits = {"longest": self.longest, "max_tokens": MAX_TOKENS["cpu" if self.on_cpu else "accelerator"]}
-            self.last_pool = pairs, TokenizedPool(pairs, self.tokenizer, **limits)
+            most = MAX_TOKENS["cpu" if self.on_cpu else "accelerator"]
+            tokens = TokenizedPool(pairs, self.tokenizer, longest=(self.longest, self.longest), max_tokens=most)
+            self.last_pool = pairs, tokens
         return self.last_pool[1]
 
     def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
@@ -674,7 +675,8 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def find_added(folder: Path) -> list[str]:
     """Foreign files in the folder of a complete or interrupted recovery, in alphabetical order."""
-    own = rf"{re.escape(TRANSLATIONS_FILE)}|{re.escape(VALIDATION_FILE)}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
+    files = "|".join(map(re.escape, (TRANSLATIONS_FILE, VALIDATION_FILE)))
+    own = rf"{files}|{CHECKPOINTS}|runs(/.*)?|\..*\.partial"  # while it trains
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 
 

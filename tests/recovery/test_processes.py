@@ -68,9 +68,15 @@ def launch(tmp_path, tiny_marian, parallel_sentences):
     return launch
 
 
-def test_two_processes_have_the_losses_of_one_also_after_a_kill(launch, tmp_path):
-    """The same batches by the same steps: two at a time, or one after the other."""
-    fifty = ["--max-steps", 50, "--save-strategy", "steps", "--save-steps", 10, "--save-total-limit", 1]
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_two_processes_have_the_losses_of_one_also_after_a_kill(launch, tmp_path, stream):
+    """The same batches by the same steps: two at a time, or one after the other; also of shards that are streamed."""
+    if stream:
+        lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+        for number in range(2):
+            (tmp_path / f"train-{number}.jsonl").write_text("".join(lines[number::2]))
+        stream += ("--train-file", "train-*.jsonl")
+    fifty = [*stream, "--max-steps", 50, "--save-strategy", "steps", "--save-steps", 10, "--save-total-limit", 1]
     launch(*fifty, "--gradient-accumulation-steps", 2, "--output-dir", "one", launcher=None)
     # Its --cpu starts one process without MPI; --multi-gpu starts two anywhere.
     accelerate = ("accelerate.commands.launch", "--multi-gpu", "--num-processes", "2", "--num-machines", "1")

@@ -404,3 +404,42 @@ def test_what_training_needs_otherwise_does_not_stay(place, tiny_marian, tmp_pat
     after = AutoConfig.from_pretrained(tmp_path / "out")
     assert found.settings["dropout"] == 0.0
     assert (after.dropout, after.activation_dropout, after.use_cache) == (0.25, 0.125, config.use_cache)
+
+
+def test_shards_with_a_damaged_line_resume_only_while_all_are_there(place, tiny_marian, tmp_path, monkeypatch, caplog):
+    lines = (place / "pairs.jsonl").read_text().splitlines(keepends=True)
+    for shard in range(3):
+        (tmp_path / f"train-{shard}.jsonl").write_text("".join(lines[shard::3]))
+    with (tmp_path / "train-2.jsonl").open("a") as file:
+        file.write('{"translation": {"de": "halb')
+    asked = options(place, tiny_marian, data=str(tmp_path / "train-*.jsonl"), translations=False)
+    with pytest.raises(ValueError, match=rf"train-2\.jsonl cannot be read .* line {len(lines[2::3]) + 1} is no JSON"):
+        recover(place / "light", tmp_path / "out", **asked)
+    assert not (tmp_path / "out").exists()
+    asked["skip_bad_lines"] = True
+    seen = []
+
+    def keep(self, record):
+        seen.append((self.held_out[:], [pairs for _, pairs in self.corpus.pools(0, 0)]))
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        return train(self, record)
+
+    train = Run.train
+    monkeypatch.setattr(Run, "train", keep)
+    with pytest.raises(KeyboardInterrupt):
+        recover(place / "light", tmp_path / "out", **asked)
+    (tmp_path / "train-1.jsonl").rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"train-1\.jsonl was a part of the data .* put it back"):
+        recover(place / "light", tmp_path / "out", **asked)
+    (tmp_path / "gone").rename(tmp_path / "train-1.jsonl")
+    with (tmp_path / "train-0.jsonl").open("a") as file:
+        file.write(json.dumps({"translation": {"de": "Ein neuer Satz.", "en": "A new sentence."}}) + "\n")
+    found = recover(place / "light", tmp_path / "out", **asked)
+    assert "train-0.jsonl has changed since this recovery began" in caplog.text
+    assert (found.bad_lines, found.sentences) == (1, len(seen[0][0]["source"]))
+    (held, (before,)), (still_held, (after,)) = seen
+    assert held == still_held  # though all text is another
+    assert {*after["source"]} == {*before["source"], "Ein neuer Satz."}
+    assert {*before["source"]} | {*held["source"]} == {json.loads(line)["translation"]["de"] for line in lines}
+    assert not {*before["source"]} & {*held["source"]}
