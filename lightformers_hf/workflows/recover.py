@@ -79,9 +79,9 @@ from ..processors import has_fast_bf16
 from ..recovery import (
     RecoveryTrainer,
     ScoredPart,
-    check_reports,
     TokenBatches,
     TokenizedPool,
+    check_reports,
     find_last_checkpoint,
     load_distiller,
     load_trainable,
