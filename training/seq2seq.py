@@ -137,12 +137,12 @@ def set_generation(
 ):
     """Write the options that are given into the model's generation config, which is saved with it.
 
-    A model of random weights has no limit of its own; transformers would stop after 20 tokens, it gets `longest`.
+    A model without a limit of its own gets `longest`; transformers would stop after 20 tokens.
 
     Raises `ValueError` for options that cannot be, or not together.
     """
     config = model.generation_config
-    if not args.model_name_or_path and config.max_length is None:
+    if config.max_length is None and config.max_new_tokens is None:
         config.max_length = longest
     for name, value in vars(generation).items():
         if value is not None:

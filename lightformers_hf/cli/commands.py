@@ -267,6 +267,7 @@ TRANSLATED = (
         help="Split text into sentences, and join their translations. Default: with models for translation. Those are "
         "trained on sentences, and omit parts of longer text.",
     ),
+    option("--sample-seed", type=int, help="Sample, with this seed. Default: greedy or beam search."),
     DEVICE,
 )
 def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:

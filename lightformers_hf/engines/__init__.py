@@ -15,7 +15,7 @@ name. The file has:
   writes a `Shortlist` to one of `SHORTLIST_FILES` beside the files of `write`;
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
-  folder without this package, `EXAMPLE`, with `{folder}` and `{text}`;
+  folder without this package, `EXAMPLE`, with `{folder}`, `{text}`, and `{first}` and `{skip}` for a forced token;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine: its names are imported when they are first used.

@@ -322,8 +322,8 @@ tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
 longest = json.load(open("{folder}/export.json"))["max_position_embeddings"] or 256
 
 tokens = [tokenizer.encode(text).tokens for text in ["{text}"]]
-for result in translator.translate_batch(tokens, beam_size=1, max_decoding_length=longest):
-    print(tokenizer.decoder.decode(result.hypotheses[0]))"""
+for result in translator.translate_batch(tokens, {first}beam_size=1, max_decoding_length=longest):
+    print(tokenizer.decoder.decode(result.hypotheses[0]{skip}))"""
 
 
 def describe_loading(folder: Path) -> str:

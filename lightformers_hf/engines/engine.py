@@ -9,13 +9,14 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from numbers import Integral
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from sentencex import segment
@@ -23,6 +24,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..decoding import (
+    check_strategies,
+    describe_strategies,
+    ended_by_limit,
+    output_limit,
+    search_options,
+    seeded,
+    suggest_limit,
+)
 from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
 from ..in_memory import AnyModel
@@ -108,6 +118,7 @@ class Engine:
         """
         sentences = self._sentences(batch)
         search = self.search.with_options(num_beams, max_new_tokens, forced_length)
+        search = search.limited(sentences, self.longest_input)
         if self.longest_input is not None and search.max_new_tokens > self.longest_input:
             if max_new_tokens is not None or forced_length is not None:
                 raise ValueError(
@@ -142,6 +153,7 @@ class Engine:
 def wrap_network(network: PreTrainedModel, threads: int = 1, folder: str | os.PathLike | None = None) -> Engine:
     """A model of transformers as an engine that computes with so many cores."""
     search, limit = Search.of(network.generation_config), position_limit(network.config)
+    say_strategies(network)
     prefix = choose_prefix(network.config, None, None, name=str(folder)) if folder else ""
     return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, limit, prefix, folder)
 
@@ -173,6 +185,8 @@ def load_engine(model: AnyModel, threads: int = 1) -> Engine:
         raise ValueError(f"{folder / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
     check_shortlist(folder, description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
+    if description.get("limit_by_input"):
+        search = replace(search, max_new_tokens=None)
     running = load_engine_file(description["engine"]).load(folder, search, threads)
     limit, prefix = description["max_position_embeddings"], description.get("prefix") or ""
     return Engine(description["engine"], running, search, limit, prefix, folder)
@@ -188,7 +202,7 @@ class TransformersModel:
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """As `Engine.generate`."""
         options: dict[str, Any] = {"num_beams": search.num_beams, "max_new_tokens": search.max_new_tokens}
-        options |= {"max_length": None, **ONE_OUTPUT}
+        options |= {"max_length": None, **ONE_OUTPUT, **search_options(self.network.generation_config)}
         if not search.ends:
             options |= {"eos_token_id": None, "forced_eos_token_id": None}
         with use_threads(self.threads):
@@ -349,10 +363,14 @@ def translate_texts(
     check: bool = True,
     source_lang: str | None = None,
     target_lang: str | None = None,
+    sample_seed: int | None = None,
     **generation: Any,
 ) -> list[str]:
     """As `lightformers_hf.translate`, with a model and its tokenizer."""
     texts = check_texts(texts)
+    check_strategies(generation, sample_seed)
+    if sample_seed is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError("sample_seed is given, but exported models do not sample: give the checkpoint")
     prefix = prefix or (model.prefix if isinstance(model, Engine) else "")
     if source_lang or target_lang:
         tokenizer, prefix, first = tell_languages(model, tokenizer, source_lang, target_lang, prefix)
@@ -364,6 +382,8 @@ def translate_texts(
     jobs = [(number, place, ids) for number, text in enumerate(found) for place, ids in text.ids.items()]
     if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
         check_generation(model, generation)
+        if sample_seed is None:
+            say_strategies(model)
         largest = max((max(ids) for _, _, ids in jobs if ids), default=0)
         if largest >= (rows := getattr(model.config, "vocab_size", largest + 1)):
             raise ValueError(
@@ -386,14 +406,70 @@ def translate_texts(
             model.eval()
         stack.enter_context(torch.inference_mode())
         jobs.sort(key=lambda job: -len(job[2]))
-        for start in range(0, len(jobs), batch_size):
-            batch = jobs[start : start + batch_size]
-            sequences = _generate([ids for _, _, ids in batch], model, tokenizer, generation)
+        unfinished, size = 0, batch_size if sample_seed is None else 1
+        for limit, batch in _batches(jobs, size, model, generation):
+            ids = [ids for _, _, ids in batch]
+            device = torch.device("cpu") if isinstance(model, Engine) else model.device
+            chance = nullcontext() if sample_seed is None else seeded(sample_seed, ids[0], device)
+            with chance:
+                sequences = _generate(ids, model, tokenizer, generation, limit, samples=sample_seed is not None)
+            unfinished += _count_unfinished(sequences, model, limit)
             decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
             for (number, place, _), output in zip(batch, decoded, strict=True):
                 outputs[number][place] = output
                 bar.update(len(outputs[number]) == len(found[number].ids))
+    if unfinished:
+        logger.warning(
+            "%d outputs ended by their limit of tokens, and may be incomplete: give a larger max_new_tokens "
+            "(--max-new-tokens).",
+            unfinished,
+        )
     return [text.join(output) for text, output in zip(found, outputs, strict=True)]
+
+
+_SAID: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def say_strategies(model: PreTrainedModel) -> None:
+    """Log, once for a model, that it asks for other strategies than greedy or beam search."""
+    if model not in _SAID and (unusual := describe_strategies(model.generation_config)):
+        _SAID.add(model)
+        logger.warning(
+            f"the generation configuration of {model.name_or_path or 'the model'} asks for {unusual}: it decodes by "
+            "greedy or beam search. For sampling give sample_seed (translate --sample-seed)"
+        )
+
+
+def _batches(
+    jobs: list[tuple[int, int, list[int]]], size: int, model: PreTrainedModel | Engine, generation: dict[str, Any]
+) -> Iterator[tuple[int, list[tuple[int, int, list[int]]]]]:
+    """Batches of sources, and the limit of their outputs, which never depends on the other sources of a batch."""
+    if isinstance(model, Engine):
+        own, positions = model.search.max_new_tokens, model.longest_input
+    else:
+        own = output_limit(generation.get("generation_config") or model.generation_config)
+        positions = position_limit(model.config)
+    fixed = generation.get("max_new_tokens") or (generation.get("max_length") or 0) - 1
+    fixed = fixed if fixed > 0 else own
+
+    def limit_of(job: tuple[int, int, list[int]]) -> int:
+        return fixed or suggest_limit(len(job[2]), positions)
+
+    for limit, group in groupby(jobs, limit_of):
+        same = list(group)
+        for start in range(0, len(same), size):
+            yield limit, same[start : start + size]
+
+
+def _count_unfinished(sequences: Tensor | list[list[int]], model: PreTrainedModel | Engine, limit: int) -> int:
+    if isinstance(model, Engine):
+        limit = min(limit, model.longest_input or limit)
+        ends, forced, rows = model.search.ends, model.search.forced_end is not None, sequences
+    else:
+        own = model.generation_config
+        ends = (own.eos_token_id,) if isinstance(own.eos_token_id, int) else tuple(own.eos_token_id or ())
+        forced, rows = own.forced_eos_token_id is not None, [row[1:] for row in torch.as_tensor(sequences).tolist()]
+    return sum(ended_by_limit(row, limit, ends, forced=forced) for row in rows)
 
 
 _COPIES: WeakKeyDictionary[PreTrainedTokenizerBase, dict] = WeakKeyDictionary()
@@ -459,7 +535,9 @@ def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> N
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
     is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
     most = LONGEST if is_own else position_limit(model.config) or LONGEST
-    if isinstance(length, int) and length > most:
+    if not isinstance(length, int):
+        raise ValueError(f"the length of an output is {length!r} in generation_config.json: expected a whole number")
+    if length > most:
         where = ", or write fewer into its generation_config.json" if is_own else ""
         raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
     asked = generation.get("num_beams")
@@ -475,10 +553,18 @@ def _generate(
     model: PreTrainedModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     generation: dict[str, Any],
+    limit: int,
+    *,
+    samples: bool,
 ) -> torch.Tensor | list[list[int]]:
-    """Outputs of a model or engine for sentences of token ids."""
+    """Outputs of a model or engine for sentences of token ids, of at most `limit` tokens where no length is named."""
     if not isinstance(model, torch.nn.Module):
+        if model.search.max_new_tokens is None:
+            generation = {"max_new_tokens": limit} | generation
         return model.generate(batch, **generation)
+    if output_limit(model.generation_config) is None and not generation.keys() & {"max_length", "generation_config"}:
+        generation = {"max_new_tokens": limit} | generation
+    generation = search_options(model.generation_config) | {"do_sample": samples} | generation
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
         generation = {"max_length": None} | generation
     pad = next((one for one in (tokenizer.pad_token_id, model.generation_config.pad_token_id) if one is not None), 0)

@@ -134,6 +134,7 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     written = AutoConfig.for_model(family, **fields).to_dict()
     written["architectures"] = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[family]]
     written["decoder_vocab_size"] = config.decoder_vocab_size
+    written["target_codes"] = list(getattr(source.tokenizer, "supported_language_codes", ()))  # for the page
     if prefix:
         written["prefix"] = prefix
     write_json(written, folder / "config.json")

@@ -5,21 +5,21 @@ The two searches give the tokens of transformers' `generate()`, without its over
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from ..decoding import output_limit, suggest_limit
+
 NEVER = np.float32(-1e9)
-NEW_TOKENS = 20  # where no limit is set
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
-UNSUPPORTED = {"do_sample": False, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1}
-UNSUPPORTED |= {"encoder_no_repeat_ngram_size": 0, "diversity_penalty": 0.0, "num_return_sequences": 1}
+UNSUPPORTED = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
+UNSUPPORTED |= {"encoder_no_repeat_ngram_size": 0, "num_return_sequences": 1}
 UNSUPPORTED |= dict.fromkeys(
-    "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale force_words_ids constraints "
-    "prompt_lookup_num_tokens penalty_alpha".split()
+    "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale".split()
 )
 
 
@@ -31,7 +31,7 @@ class Search:
     pad: int
     ends: tuple[int, ...]
     num_beams: int = 1
-    max_new_tokens: int = NEW_TOKENS
+    max_new_tokens: int | None = None  # `None`: as of `limited`
     min_new_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -50,7 +50,7 @@ class Search:
         """
         try:
             search = cls._read(generation)
-            numbers = (search.start, search.pad, search.num_beams, search.max_new_tokens, search.min_new_tokens)
+            numbers = (search.start, search.pad, search.num_beams, search.max_new_tokens or 1, search.min_new_tokens)
             if not all(isinstance(number, int) for number in (*numbers, *search.ends, *search.suppressed)):
                 raise TypeError("a number of tokens or beams, or a token's, is no whole number")
         except (TypeError, AttributeError, LookupError) as error:
@@ -81,13 +81,12 @@ class Search:
             () if value is None else (value,) if isinstance(value, int) else tuple(value)
             for value in (generation.eos_token_id, generation.forced_eos_token_id)
         )
-        new = generation.max_new_tokens or (generation.max_length - 1 if generation.max_length else NEW_TOKENS)
         return cls(
             start=start,
             pad=ends[0] if pad is None and ends else pad or 0,
             ends=ends,
             num_beams=generation.num_beams or 1,
-            max_new_tokens=new,
+            max_new_tokens=output_limit(generation),
             min_new_tokens=generation.min_new_tokens or max((generation.min_length or 0) - 1, 0),
             length_penalty=1.0 if generation.length_penalty is None else generation.length_penalty,
             early_stopping=generation.early_stopping or False,
@@ -108,6 +107,12 @@ class Search:
             if changes.get(name, 1) < 1:
                 raise ValueError(f"{name} is {changes[name]}: expected 1 or more")
         return replace(self, **changes)
+
+    def limited(self, batch: Sequence[Sequence[int]], positions: int | None) -> Search:
+        """The same with the limit that the longest source suggests, where the model names none."""
+        if self.max_new_tokens is not None:
+            return self
+        return replace(self, max_new_tokens=suggest_limit(max(map(len, batch)), positions))
 
     def restrict(self, scores: np.ndarray, step: int, tokens: np.ndarray) -> np.ndarray:
         """`scores` (N, V), with forbidden tokens at -inf. `tokens` (N, 1 + step): those so far, start included."""

@@ -229,12 +229,12 @@ def add_shortlist(
     """
     sources, references = read_pairs(source, text, columns)
     search, ids = Search.of(source.generation_config), read_ids(source, sources)
-    running = engine.load(folder, search, torch.get_num_threads())
+    running, positions = engine.load(folder, search, torch.get_num_threads()), position_limit(source.model.config)
     held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
     made_from, checked = ids[:-held], ids[-held:]
-    outputs = translate_all(running, checked, search)
+    outputs = translate_all(running, checked, search, positions)
     if references is None:
-        targets = translate_all(running, made_from, search.with_options(1, None, None))
+        targets = translate_all(running, made_from, search.with_options(1, None, None), positions)
     else:
         targets = source.tokenizer(text_target=references[:-held], verbose=False)["input_ids"]
     half = held // 2  # one chooses, the other measures
@@ -242,7 +242,7 @@ def add_shortlist(
     shortlist = choose_shortlist(learn_lexicon(made_from, targets), size, special, checked[:half], outputs[:half])
     engine.write_shortlist(source, folder, quantization, shortlist)
     checked, outputs = checked[half:], outputs[half:]
-    found = translate_all(engine.load(folder, search, torch.get_num_threads()), checked, search)
+    found = translate_all(engine.load(folder, search, torch.get_num_threads()), checked, search, positions)
     coverage, candidates = shortlist.coverage(checked, outputs)
     same = sum(one == other for one, other in zip(found, outputs, strict=True))
     scores: list[float | None] = [None, None]
@@ -310,12 +310,15 @@ def read_ids(source: Teacher, texts: list[str], *, is_target: bool = False) -> l
     return ids
 
 
-def translate_all(model: RunningModel, sentences: Sequence[list[int]], search: Search) -> list[list[int]]:
+def translate_all(
+    model: RunningModel, sentences: Sequence[list[int]], search: Search, positions: int | None
+) -> list[list[int]]:
     """Return the outputs of a running model for sentences, in their order."""
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index]))
     outputs: list[list[int]] = [[] for _ in sentences]
     for start in range(0, len(order), BATCH):
         chosen = order[start : start + BATCH]
-        for index, ids in zip(chosen, model.generate([sentences[index] for index in chosen], search), strict=True):
+        batch = [sentences[index] for index in chosen]
+        for index, ids in zip(chosen, model.generate(batch, search.limited(batch, positions)), strict=True):
             outputs[index] = ids
     return outputs

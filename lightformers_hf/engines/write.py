@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..conversion.card import write_export_card
 from ..conversion.report import inherited_metadata
+from ..decoding import SAMPLING, describe_strategies, output_limit, search_options
 from ..files import EXPORT_FILE, atomic_output, check_output, write_json
 from ..in_memory import AnyModel, given_folders
 from ..languages import find_prefixes, named_columns
@@ -36,9 +39,11 @@ if TYPE_CHECKING:
 
     from ..checkpoints.teacher import Teacher
 
+LONGEST_OUTPUT = 512  # tokens, by other programs, of a model that names no length
 SENTENCES, TOKENS = 6, 12  # sizes of the comparison
 CALIBRATION, BATCH = 640, 32  # sentences by which matrices are rounded to int4
 EXACT = 1e-3
+logger = logging.getLogger(__name__)
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
 ALIKE = 0.5
 
@@ -62,6 +67,7 @@ class ExportReport(Result):
         shortlist: report of the shortlist, if there is one.
         prefix: prefix of every source, as T5 requires: that of its two languages, or the only one.
         tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
+        limit_by_input: whether the checkpoint names no length of outputs, so that sources suggest it.
         beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
     """
 
@@ -81,6 +87,7 @@ class ExportReport(Result):
     prefix: str = ""
     tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
     beside: dict[str, tuple[int, float]] = field(default_factory=dict)
+    limit_by_input: bool = False
 
     def parts(self) -> list[Table | str]:
         """Return a table of the result."""
@@ -205,6 +212,12 @@ def export(
         prefix = prefixes[0] if len(prefixes) == 1 else ""
         if hasattr(engine, "write_config"):
             engine.write_config(source, temporary, prefix)
+        if unusual := describe_strategies(source.generation_config):
+            logger.warning(f"{source.name} asks for {unusual}: the export decodes by greedy or beam search")
+            source.generation_config.update(**search_options(source.generation_config) | dict.fromkeys(SAMPLING))
+        if by_input := output_limit(source.generation_config) is None:  # other programs would end after 20 tokens
+            longest = position_limit(source.model.config) or LONGEST_OUTPUT
+            source.generation_config.max_length = min(LONGEST_OUTPUT, longest)
         source.generation_config.save_pretrained(temporary)
         report = ExportReport(
             engine=to,
@@ -223,13 +236,20 @@ def export(
             prefix=prefix,
             tokenizer=tokenizer_report,
             beside=beside,
+            limit_by_input=by_input,
         )
         write_json(asdict(report), temporary / EXPORT_FILE)
         inherited = inherited_metadata(source.folder, source.hub_name)
         lines = report.lines(Path(output).name)
         usage = {"library": getattr(engine, "LIBRARY", to)}
         if hasattr(engine, "EXAMPLE") and not tokenizer_report.missing:
-            usage["example"] = engine.EXAMPLE.format(folder=Path(output).name, text=f"{prefix}Your text.")
+            first = source.generation_config.forced_bos_token_id
+            token = json.dumps(source.tokenizer.convert_ids_to_tokens(first or 0), ensure_ascii=False)
+            begins = {"first": "", "skip": ""}
+            if first is not None:  # the language of the translation, which comes out, too
+                begins = {"first": f"target_prefix=[[{token}]] * len(tokens), ", "skip": "[1:]"}
+            places = {"folder": Path(output).name, "text": f"{prefix}Your text."}
+            usage["example"] = engine.EXAMPLE.format(**places, **begins)
         write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines, **usage)
     return report
 
@@ -243,7 +263,8 @@ def read_calibration(
     ids = read_ids(source, [sources[index] for index in chosen])
     if references is None:
         search = Search.of(source.generation_config)
-        outputs = translate_all(TransformersModel(source.model, search, 1), ids, search.with_options(1, None, None))
+        model, search = TransformersModel(source.model, search, 1), search.with_options(1, None, None)
+        outputs = translate_all(model, ids, search, position_limit(source.model.config))
     else:
         outputs = read_ids(source, [references[index] for index in chosen], is_target=True)
     pad = source.model.config.pad_token_id

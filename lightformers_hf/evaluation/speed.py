@@ -25,7 +25,9 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
+from ..decoding import output_limit, search_options, suggest_limit
 from ..engines.engine import ONE_OUTPUT, longest_input
+from ..loading import position_limit
 from ..processors import use_threads
 
 if TYPE_CHECKING:
@@ -158,8 +160,15 @@ def _time_translation(model: PreTrainedModel, inputs: list[Mapping], generation:
     """Tokens generated for all inputs, one at a time, and the seconds it took."""
     start = time.perf_counter()
     names = ("input_ids", "attention_mask")
-    options = ONE_OUTPUT | generation
-    outputs = [model.generate(**{name: batch[name] for name in names}, **options) for batch in inputs]
+    options = ONE_OUTPUT | search_options(model.generation_config) | generation
+    limits: list[dict[str, int]] = [{} for _ in inputs]
+    if output_limit(model.generation_config) is None and not options.get("max_new_tokens"):
+        positions = position_limit(model.config)
+        limits = [{"max_new_tokens": suggest_limit(batch["input_ids"].shape[1], positions)} for batch in inputs]
+    outputs = [
+        model.generate(**{name: batch[name] for name in names}, **(options | limit))
+        for batch, limit in zip(inputs, limits, strict=True)
+    ]
     seconds = time.perf_counter() - start
     end = generation.get("eos_token_id", model.generation_config.eos_token_id)
     return sum(count_tokens(sequences, end) for sequences in outputs), seconds

@@ -67,6 +67,7 @@ def translate(
     split: bool | None = None,
     progress: bool | tqdm = False,
     check: bool = True,
+    sample_seed: int | None = None,
     **generation: Any,
 ) -> list[str]:
     """Translate (or summarize) `texts` with `generate()`, and return one output a text, in the order of `texts`.
@@ -88,8 +89,11 @@ def translate(
             is not split is cut where it is too long.
         progress: show a bar on stderr; or a bar to move on by one for each text.
         check: raise an error where most of the text becomes unknown tokens.
+        sample_seed: sample with this seed, by the checkpoint's temperature, top-k and top-p, one sentence at a time.
+            `None`: greedy or beam search, whatever the checkpoint asks for, which a logged warning states.
         generation: arguments of `generate()`: `num_beams`, `max_new_tokens`, … Other arguments have the values of the
-            checkpoint.
+            checkpoint. Where it names no length, outputs have at most about two to four times the tokens of their
+            sources. A logged warning counts outputs that their limit ended.
 
     Raises:
         ValueError: a model object without its tokenizer, texts that are no strings, a batch size below 1, arguments
@@ -112,7 +116,7 @@ def translate(
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
         source_lang = target_lang = None  # they are set
     options: dict[str, Any] = {"batch_size": batch_size, "prefix": prefix, "split": split, "check": check}
-    options |= {"source_lang": source_lang, "target_lang": target_lang}
+    options |= {"source_lang": source_lang, "target_lang": target_lang, "sample_seed": sample_seed}
     return translate_texts(texts, model, tokenizer, progress=progress, **options, **generation)
 
 

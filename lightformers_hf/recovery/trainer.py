@@ -20,6 +20,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import ModelOutput
 
+from ..decoding import search_options
 from ..models.layers import MultiHeadAttention
 from ..processors import EvenProducts, cast_once, has_many_shapes, without_plans
 from .batches import EpochCallback, TokenBatchSampler
@@ -240,6 +241,9 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         """As in `Seq2SeqTrainer`; on a CPU in float32, in which a few tokens at a time take half as long."""
         with without_autocast(self.model) if self.casts_on_cpu else nullcontext(), without_plans():
+            # Greedy or beam search, and every argument of the caller, as the first gives up those of `evaluate()`.
+            searched = search_options(self.model.generation_config) if self.args.predict_with_generate else {}
+            kwargs = (getattr(self, "_gen_kwargs", {}) | searched if searched else {}) | kwargs
             return super().prediction_step(model, *args, **kwargs)
 
     def compute_loss(

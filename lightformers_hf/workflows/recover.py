@@ -725,7 +725,7 @@ def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerB
             engine = load_engine(exported, threads=torch.get_num_threads())
     except (ValueError, OSError):  # it cannot be expressed, or the disk is full: slower is no reason to end
         return network
-    fits = engine.longest_input is None or engine.search.max_new_tokens <= engine.longest_input
+    fits = engine.longest_input is None or (engine.search.max_new_tokens or 0) <= engine.longest_input
     return engine if fits else network
 
 

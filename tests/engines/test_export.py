@@ -117,15 +117,16 @@ def test_searches_as_generate_does(to, generation, tmp_path):
 def test_as_many_tokens_as_generate_without_a_limit_and_as_fit_within_one_that_is_too_long(to, longest, tmp_path):
     model = make_model("ConditionalGeneration", "lightformer", max_position_embeddings=30)
     folder = save(model, tmp_path / "model")
-    least = 19 if longest is None else 29
+    least = 15 if longest is None else 29
     model.generation_config.update(max_length=longest, min_new_tokens=least, forced_eos_token_id=None)
     model.generation_config.save_pretrained(folder)
     export(folder, tmp_path / "out", to=to, quantization="float32")
     engine, (sentence, *_) = load_engine(tmp_path / "out"), SENTENCES
     (found,) = engine.generate([sentence], num_beams=1)
-    if longest is None:
-        assert found == model.generate(torch.tensor([sentence]), num_beams=1)[0, 1:].tolist()
-    assert len(found) == (20 if longest is None else 30)
+    limit = 1 << (2 * len(sentence) + 9).bit_length() if longest is None else 30
+    wanted = model.generate(torch.tensor([sentence]), num_beams=1, max_new_tokens=min(limit, 30))[0, 1:].tolist()
+    assert found == wanted
+    assert longest is None or len(found) == 30
     with pytest.raises(ValueError, match="31 new tokens are more than the model's 30 positions"):
         engine.generate([sentence], max_new_tokens=31)
 

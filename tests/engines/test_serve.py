@@ -8,6 +8,7 @@ import pytest
 
 from lightformers_hf import translate
 from lightformers_hf.engines import export
+from lightformers_hf.loading import load_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 
@@ -35,3 +36,21 @@ def test_the_programs_of_the_guide(tiny_marian, parallel_sentences, tmp_path, mo
         assert answer.json() == [f"{expected[0]}  {expected[1]}\n\n{expected[2]}", ""]
     finally:
         del sys.modules["server"]
+
+
+def test_the_program_of_a_multilingual_export(tiny_mbart50, tmp_path, monkeypatch, capsys):
+    """It translates into the language of the export, and its text has no code of a language."""
+    model, tokenizer = load_model(tiny_mbart50)
+    kept = tokenizer.convert_tokens_to_ids([tokenizer.eos_token, "fr_XX"])
+    others = [token for token in tokenizer.all_special_ids if token not in kept]
+    model.generation_config.update(suppress_tokens=others)
+    languages = {"source_lang": "de_DE", "target_lang": "fr_XX"}
+    export(model, tmp_path / "served", tokenizer=tokenizer, to="ctranslate2", quantization="float32", **languages)
+    monkeypatch.chdir(tmp_path)
+    example = re.search(r"```python\n(.*?)```", (tmp_path / "served" / "README.md").read_text(), re.DOTALL)[1]
+    text = "Zwei Hunde spielen im Schnee."
+    exec(compile(example.replace("Your text.", text), "program", "exec"), {})
+    expected = translate([text], "served", num_beams=1, max_new_tokens=64)
+    (said, wanted) = capsys.readouterr().out.strip().split(), expected[0].split()
+    assert min(len(said), len(wanted)) > 50  # up to the limits of both, the last token may differ
+    assert said[:50] == wanted[:50]

@@ -2,7 +2,10 @@
 
 import copy
 import io
+import json
+import math
 import re
+import shutil
 from collections import UserDict
 
 import pandas
@@ -14,12 +17,14 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from lightformers_hf.engines import load_engine
+from lightformers_hf.decoding import describe_strategies
+from lightformers_hf.engines import export, load_engine
 from lightformers_hf.engines.engine import split_texts
 from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
@@ -67,6 +72,87 @@ def test_a_text_has_one_output_whatever_the_checkpoint_asks_for(tiny_marian, loa
     if "return_dict_in_generate" in setting:  # several outputs are none of an engine's options
         sentence = tokenizer(german[:1])["input_ids"]
         assert load_engine(model).generate(sentence) == load_engine(loaded[0]).generate(sentence)
+
+
+STRATEGIES = [
+    ({"do_sample": True, "temperature": 1.5}, "sampling"),
+    ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group beam search"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
+    ({"num_beams": 4, "force_words_ids": [[5]]}, "forced words"),
+    ({"dola_layers": "low"}, "DoLa"),
+]
+
+
+@pytest.mark.parametrize(("settings", "name"), STRATEGIES)
+@pytest.mark.parametrize("form", ["model", "engine", "export", "speed"])
+def test_whatever_a_checkpoint_asks_for_the_search_is_greedy_or_has_beams(
+    settings, name, form, tiny_marian, loaded, german, caplog, tmp_path
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_marian, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    own = load_model(folder)
+    options = {"num_beams": settings.get("num_beams", 1), "max_new_tokens": 12}
+    if form == "speed":
+        speeds = [tokens_per_second({"it": one}, german[:2], runs=1, **options)["it"].tokens for one in (own, loaded)]
+        assert speeds[0] == speeds[1]
+        return
+    before = own[0].generation_config.to_dict()
+    if form == "export":
+        export(folder, tmp_path / "out", to="onnx", quantization="float32")
+        assert not describe_strategies(GenerationConfig.from_pretrained(tmp_path / "out"))
+    models = {
+        "model": own,
+        "engine": (form == "engine" and load_engine(folder), own[1]),
+        "export": (tmp_path / "out",),
+    }
+    for _ in range(2):
+        assert translate(german, *models[form], **options) == translate(german, *loaded, **options)
+    assert own[0].generation_config.to_dict() == before
+    assert caplog.text.count(f"asks for {name}") == 1
+
+
+def test_sampling_takes_a_seed(loaded, german):
+    options = {"temperature": 3.0, "max_new_tokens": 12, "top_k": 0}
+    first, second = (translate(german, *loaded, sample_seed=seed, **options) for seed in (0, 1))
+    greedy = translate(german, *loaded, num_beams=1, max_new_tokens=12)
+    assert first != second != greedy != first
+    torch.manual_seed(7)
+    drawn = torch.rand(1)
+    torch.manual_seed(7)
+    assert translate(german[::-1], *loaded, sample_seed=0, batch_size=2, **options)[::-1] == first
+    assert torch.rand(1) == drawn
+    for given, message in (({"do_sample": True}, "needs a seed"), ({"num_beam_groups": 2}, "no group beam search")):
+        with pytest.raises(ValueError, match=message):
+            translate(german, *loaded, **given)
+    with pytest.raises(ValueError, match="exported models do not sample"):
+        translate(german, load_engine(loaded[0]), loaded[1], sample_seed=0)
+
+
+def test_outputs_of_a_model_without_a_length_end_by_what_their_sources_suggest(tiny_marian, german, caplog):
+    """And not after 20 tokens; which depends on no other source of the batch, and is said."""
+    model, tokenizer = load_model(tiny_marian)
+    end = model.generation_config.eos_token_id
+    model.generation_config.update(
+        max_length=None, max_new_tokens=None, num_beams=1, suppress_tokens=[end], forced_eos_token_id=None
+    )
+    lengths = [len(ids) for ids in tokenizer(german)["input_ids"]]
+    limits = [min(1 << math.ceil(math.log2(2 * length + 10)), 64) for length in lengths]
+    assert len(set(limits)) > 1
+    assert min(limits) > 20
+    outputs = translate(german, model, tokenizer, split=False)
+    alone = [
+        model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=limit)[0]
+        for text, limit in zip(german, limits, strict=True)
+    ]
+    assert outputs == tokenizer.batch_decode(alone, skip_special_tokens=True)
+    assert f"{len(german)} outputs ended by their limit of tokens" in caplog.text
+    caplog.clear()
+    assert translate(german, load_engine(model), tokenizer, split=False) == outputs
+    assert f"{len(german)} outputs ended by their limit of tokens" in caplog.text
+    speed = tokens_per_second({"it": (model, tokenizer)}, german, runs=1)["it"]
+    assert speed.tokens == sum(limits)
 
 
 def test_one_string_is_refused(loaded):

@@ -14,7 +14,7 @@ env.backends.onnx.wasm.wasmPaths = {
 const threads = self.crossOriginIsolated ? Number(new URL(import.meta.url).searchParams.get("threads")) || 1 : 1;
 env.backends.onnx.wasm.numThreads = threads;
 
-let tokenizer, model, language, longest, prefix;
+let tokenizer, model, language, longest, prefix, codes;
 
 const ENDINGS = { q8: "quantized", q4: "q4" }; // of the names of files
 
@@ -30,6 +30,7 @@ async function load(folder, dtype) {
   const positions = model.config.max_position_embeddings ?? Infinity;
   longest = Math.min(positions, 512);
   prefix = model.config.prefix ?? "";
+  codes = new Set(model.config.target_codes ?? []);
 }
 
 // SentencePiece writes characters that are no piece as bytes. transformers.js does so for BPE, not for Unigram.
@@ -94,10 +95,8 @@ export function segments(text) {
   return text.split(/(\n+)/).flatMap((line) => [...segmenter.segment(line)].map(({ segment }) => segment));
 }
 
-const count = (sentence) => tokenizer.encode(prefix + sentence).length;
-
-function fit(sentence) {
-  if (count(sentence) <= longest) return [sentence];
+function fit(sentence, start) {
+  if (tokenizer.encode(start + sentence).length <= longest) return [sentence];
   const middle = sentence.length / 2;
   const marks = [/[,;:–—)、，；：]\s*/g, /\s+/g];
   for (const mark of marks) {
@@ -105,24 +104,30 @@ function fit(sentence) {
     const inside = places.filter((place) => place > 0 && place < sentence.length);
     if (inside.length) {
       const place = inside.reduce((best, each) => (Math.abs(each - middle) < Math.abs(best - middle) ? each : best));
-      return [...fit(sentence.slice(0, place)), ...fit(sentence.slice(place))];
+      return [...fit(sentence.slice(0, place), start), ...fit(sentence.slice(place), start)];
     }
   }
   const place = Math.ceil(middle);
-  return [...fit(sentence.slice(0, place)), ...fit(sentence.slice(place))];
+  return [...fit(sentence.slice(0, place), start), ...fit(sentence.slice(place), start)];
 }
 
 async function translate(text) {
   let [translation, tokens, cut, seconds] = ["", 0, 0, 0];
+  let start = prefix; // or the code of the target language before the line, >>spa<<, for each of its sentences
   for (const segment of segments(text)) {
-    const [, before, sentence, after] = segment.match(/^(\s*)([\s\S]*?)(\s*)$/);
+    let [, before, sentence, after] = segment.match(/^(\s*)([\s\S]*?)(\s*)$/);
+    const code = sentence.match(/^(>>[^<>\s]+<<)\s*/);
+    if (code && codes.has(code[1])) {
+      start = `${code[1]} `;
+      sentence = sentence.slice(code[0].length);
+    }
     translation += before;
     if (sentence) {
-      const parts = fit(sentence);
+      const parts = fit(sentence, start);
       cut += parts.length > 1;
       for (const part of parts) {
         const begun = performance.now();
-        const output = await model.generate({ ...tokenizer(prefix + part), num_beams: 1 });
+        const output = await model.generate({ ...tokenizer(start + part), num_beams: 1 });
         seconds += (performance.now() - begun) / 1000;
         tokens += output.dims[1] - 1;
         translation += tokenizer.decode(output, { skip_special_tokens: true }).trim();
