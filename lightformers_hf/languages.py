@@ -36,8 +36,6 @@ ISO_639 = dict(
     vie:vi vol:vo wel:cy wln:wa wol:wo xho:xh ydd:yi yid:yi yor:yo yue:zh zha:za zho:zh zsm:ms zul:zu zyb:za
     """.split()
 )
-CODE = re.compile(r"\s*(>>[^<>\s]+<<)\s*")  # the target language of a source of multilingual Marian models
-OTHER_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that are no language
 
 
 def split_language(text: str | None) -> tuple[str | None, str | None]:
@@ -61,18 +59,6 @@ def language_code(text: str | None, tokenizer: PreTrainedTokenizerBase | None = 
             if language:
                 return language
     return None
-
-
-def split_code(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Split a text into the code of the target language that it begins with, as a prefix, and the rest.
-
-    Multilingual Marian models translate into the language whose token the source begins with: `>>spa<< Hund`. Without
-    a code that the tokenizer has, the prefix is empty.
-    """
-    found = re.match(CODE, text)
-    if not found or tokenizer.convert_tokens_to_ids(found[1]) in (None, tokenizer.unk_token_id):
-        return "", text
-    return f"{found[1]} ", text[found.end() :]
 
 
 def split_prefix(text: str) -> tuple[str, str]:
@@ -103,12 +89,16 @@ def task_prefixes(config: object) -> dict[str, str]:
 
 def code_prefix(tokenizer: PreTrainedTokenizerBase | None, target: str | None) -> str:
     """`>>spa<< ` for the target `spa` of a multilingual Marian tokenizer that has this code, else ""."""
+    from .models.pipelines import split_code  # needs libraries
+
     token = f">>{split_language(target)[1]}<< "
     return token if tokenizer is not None and target and split_code(token, tokenizer)[0] else ""
 
 
 def put_prefix(prefix: str, text: str, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """A text behind a prefix, unless it begins with the prefix or with a code of another target language."""
+    from .models.pipelines import CODE  # needs libraries
+
     has_code = prefix.startswith(">>") and re.match(CODE, text)
     return text if text.startswith(prefix) or has_code else prefix + text
 
@@ -195,6 +185,8 @@ def set_language_codes(
     Raises:
         ValueError: one code alone, an unknown code, or one for a tokenizer without codes.
     """
+    from .models.pipelines import language_tokens  # needs libraries
+
     if not (source or target):
         return None
     if source and split_prefix(source)[1]:
@@ -218,9 +210,7 @@ def set_language_codes(
                 f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: {remedy}"
             )
         return None
-    token_of = getattr(tokenizer, "lang_code_to_token", {})  # M2M100's codes are no tokens
-    others = {getattr(tokenizer, f"{kind}_token", None) for kind in OTHER_TOKENS}
-    known = [*token_of] or [token for token in tokenizer.all_special_tokens if token not in others]
+    known = [*language_tokens(tokenizer)]
     codes = {name: split_language(text)[1] for name, text in (("source_lang", source), ("target_lang", target))}
     if columns and not explicit and tokenizer.tgt_lang is not None and not set(codes.values()) <= set(known):
         return None

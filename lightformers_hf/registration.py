@@ -1,8 +1,9 @@
-"""The architectures are registered as soon as transformers is imported, without importing it.
+"""The architectures and pipelines are registered as soon as transformers is imported, without importing it.
 
 `import lightformers_hf` must be fast: the command line prints `--help` without a model. Yet after it
-`AutoModelForSeq2SeqLM.from_pretrained` must support our model types, whichever package is imported first. A finder in
-`sys.meta_path` imports `.models`, which registers the classes, right after the first `import transformers`.
+`AutoModelForSeq2SeqLM.from_pretrained` must support our model types, and `pipeline` the tasks of such models,
+whichever package is imported first. A finder in `sys.meta_path` imports `.models`, which registers the classes, and
+`.pipelines` right after the first `import transformers`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def register_when_used() -> None:
-    """Register the architectures now if transformers is imported, else as soon as it is."""
+    """Register architectures and pipelines now if transformers is imported, else as soon as it is."""
     if "transformers" in sys.modules:
         _register()
     elif not any(isinstance(finder, AfterTransformers) for finder in sys.meta_path):
@@ -27,6 +28,7 @@ def register_when_used() -> None:
 
 def _register() -> None:
     import_module(".models", __package__)
+    import_module(".pipelines", __package__).register()
 
 
 class AfterTransformers:

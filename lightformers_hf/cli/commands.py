@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..engines import ENGINES, check_engine_name, deployment_names, split_deployment
+from ..engines import ARGOS, ENGINES, check_engine_name, deployment_names, split_deployment
 from ..files import check_file, check_folder, check_output, write_whole
 from .framework import (
     AT_LEAST_ONE,
@@ -84,6 +84,10 @@ TRAINING = (
     option("--skip-bad-lines", is_flag=True, help="Skip damaged lines of --data, and count them."),
 )
 TO: dict[str, Any] = {"values": ENGINES, "help": f"Engine: {join_names(ENGINES)}."}
+EXPORT_TO: dict[str, Any] = {
+    "values": (*ENGINES, ARGOS),
+    "help": f"Engine: {join_names(ENGINES)}; or {ARGOS}: CTranslate2 and a package for Argos Translate.",
+}
 DEPLOYMENT = (
     option(
         "--quantization",
@@ -202,7 +206,7 @@ ROUNDING = option(
 )
 
 
-@command(MODEL, OUTPUT, option("--to", required=True, **TO), *DEPLOYMENT, ROUNDING, *LANGUAGES, OVERWRITE)
+@command(MODEL, OUTPUT, option("--to", required=True, **EXPORT_TO), *DEPLOYMENT, ROUNDING, *LANGUAGES, OVERWRITE)
 def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 
@@ -213,7 +217,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
 
     Example: lightformers export opus-mt-de-en-light opus-mt-de-en-int8 --to ctranslate2 --quantization int8
     """
-    check_engine_name(to)
+    check_engine_name("ctranslate2" if to == ARGOS else to)
     check_output(output, overwrite=overwrite, inputs=[model, options["shortlist"], options["calibration"]])
     from ..engines.write import export as run
 

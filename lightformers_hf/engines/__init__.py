@@ -45,6 +45,7 @@ __getattr__, __dir__ = lazy_names(
 )
 
 ENGINES = ("ctranslate2", "onnx")
+ARGOS = "argos"  # CTranslate2, packed for Argos Translate and LibreTranslate
 CHECKPOINTS = "transformers"  # the engine that runs checkpoints as they are
 
 

@@ -31,6 +31,7 @@ from .layers import (
     Expansion,
     Layer,
     bias_or_zero,
+    model_type,
     narrow_heads,
     quantize_rows,
     read_output,
@@ -324,6 +325,11 @@ longest = json.load(open("{folder}/export.json"))["max_position_embeddings"] or 
 tokens = [tokenizer.encode(text).tokens for text in ["{text}"]]
 for result in translator.translate_batch(tokens, {first}beam_size=1, max_decoding_length=longest):
     print(tokenizer.decoder.decode(result.hypotheses[0]{skip}))"""
+
+
+def write_config(source: Teacher, folder: Path, prefix: str) -> None:
+    """Name the family in CTranslate2's `config.json`, without which transformers knows no pipeline for the folder."""
+    write_json({**read_json(folder / "config.json"), "model_type": model_type(source)}, folder / "config.json")
 
 
 def describe_loading(folder: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,10 @@ from functools import cached_property
 from itertools import groupby
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from sentencex import segment
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,10 +39,11 @@ from ..languages import (
     code_prefix,
     language_code,
     set_language_codes,
-    split_code,
     split_prefix,
 )
 from ..loading import DAMAGED, is_out_of_memory, load_network, load_pretrained, position_limit
+from ..models import pipelines
+from ..models.pipelines import SplitText, is_translator
 from ..processors import use_threads
 from ..text import check_known
 from . import CHECKPOINTS, RunningModel, load_engine_file
@@ -55,9 +54,6 @@ logger = logging.getLogger(__name__)
 UNLIMITED = sys.maxsize
 ONE_OUTPUT = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever a checkpoint contains
 LONGEST = 1 << 16  # tokens of an output if the model has no limit; memory is allocated at the start
-# Places where a sentence that is too long is split: behind a mark, else behind a space.
-PLACES = (r"[,;:–—)]\s+|[、，；：）]", r"\s+")
-SOURCE_LANGUAGES = ("source_lang", "src_lang")  # attributes of tokenizers of translation models
 
 
 @dataclass(eq=False)
@@ -79,6 +75,7 @@ class Engine:
     longest_input: int | None
     prefix: str = ""
     folder: str | os.PathLike | None = None
+    device: ClassVar[torch.device] = torch.device("cpu")  # of inputs and outputs, as a pipeline asks
 
     def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
         """Translate texts, see `lightformers_hf.translate`, whose options are these.
@@ -243,112 +240,17 @@ def longest_input(model: PreTrainedModel | PreTrainedConfig | Engine, tokenizer:
     return min(limit or UNLIMITED, tokenizer.model_max_length)
 
 
-@dataclass
-class SplitText:
-    """A text as pieces that a model translates one by one."""
-
-    pieces: list[str]  # together they are the text, without codes of a language
-    prefixes: list[str]  # what stands before each piece, at first
-    ids: dict[int, list[int]]  # {place of a piece: its token ids}, less pieces of spaces
-    cut: int = 0  # sentences that were too long for the model
-
-    def join(self, outputs: Mapping[int, str]) -> str:
-        """The outputs of the pieces, with the spaces and line breaks around the pieces; those of one as it is."""
-        if len(self.pieces) == 1:
-            return outputs.get(0, "")
-        parts = []
-        for place, piece in enumerate(self.pieces):
-            before, after = piece[: len(piece) - len(piece.lstrip())], piece[len(piece.rstrip()) :]
-            parts.append(before + outputs[place].strip() + after if place in outputs else piece)
-        return "".join(parts)
-
-
-def is_translator(tokenizer: PreTrainedTokenizerBase, prefix: str = "") -> bool:
-    """Whether a tokenizer, or the prefix of every source, is of a translation model."""
-    return prefix.startswith("translate") or any(hasattr(tokenizer, name) for name in SOURCE_LANGUAGES)
-
-
 def split_texts(
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    *,
-    prefix: str = "",
-    split: bool | None = None,
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int, **options: Any
 ) -> list[SplitText]:
-    """Split texts into sentences, and sentences of more than `limit` tokens at the mark or space nearest their middle.
-
-    A `prefix` stands before every sentence that does not begin with it. Instead of it, a code of the target language
-    (`>>spa<<`) that a line begins with stands before every sentence of the line, and of the next lines without a code.
-    If `split` is `False`, no text is split, and what is beyond `limit` tokens is cut; `None`: as of `is_translator`.
-    """
-    split = is_translator(tokenizer, prefix) if split is None else split
-    named = (getattr(tokenizer, name, None) for name in SOURCE_LANGUAGES)
-    language = next(filter(None, map(language_code, filter(None, named))), "en")
-    found = [_split(text.removeprefix(prefix), tokenizer, prefix, language if split else None) for text in texts]
-    places = [(text, place) for text in found for place, piece in enumerate(text.pieces) if piece.strip()]
-
-    def tokenize(sources: list[str]) -> list[list[int]]:
-        # Without truncation or padding: a fast tokenizer keeps both as a state that other threads would see.
-        return tokenizer(sources, verbose=False)["input_ids"] if sources else []
-
-    sources = [text.prefixes[place] + text.pieces[place] for text, place in places]
-    for (text, place), ids in zip(places, tokenize(sources), strict=True):
-        text.ids[place] = ids
-
-    def fit(piece: str, ids: list[int], prefix: str) -> Iterator[tuple[str, list[int]]]:
-        halves = _halve(piece) if split and len(ids) > limit else []
-        if len(ids) > limit and not halves:
-            ids = cut_tokens(prefix + piece, ids, tokenizer, limit)
-        if not halves:
-            yield piece, ids
-        for half, its in zip(halves, tokenize([prefix + half for half in halves]), strict=True):
-            yield from fit(half, its, prefix)
-
-    for text in found:
-        text.cut = sum(len(ids) > limit for ids in text.ids.values())
-        if text.cut:
-            pieces = enumerate(zip(text.pieces, text.prefixes, strict=True))
-            parts = [part for place, (piece, own) in pieces for part in fit(piece, text.ids.get(place, []), own)]
-            text.pieces = [piece for piece, _ in parts]
-            text.ids = {place: ids for place, (piece, ids) in enumerate(parts) if piece.strip()}
-    return found
+    """As `models.pipelines.split_texts`, by the rules of the source language of a tokenizer."""
+    return pipelines.split_texts(texts, tokenizer, limit, language=source_language(tokenizer), **options)
 
 
-def _split(text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, language: str | None) -> SplitText:
-    """The sentences of every line with their prefixes, or, without a language, the whole text as one piece."""
-    pieces: list[str] = []
-    prefixes: list[str] = []
-    for line in re.split(r"([\r\n]+)", text) if language else [text]:
-        code, line = split_code(line, tokenizer)
-        prefix = code or prefix
-        sentences = segment(language, line) if language and line.strip() else [line]
-        found = [sentence for sentence in sentences if sentence] or [""] * (not language)
-        pieces += found
-        prefixes += [prefix] * len(found)
-    return SplitText(pieces or [""], prefixes or [prefix], {})
-
-
-def cut_tokens(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
-    """The token ids of a text, cut to `limit` as by `truncation=True`: special tokens stay, at both ends."""
-    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    others = len(ids) - len(body)
-    first = next((place for place in range(others + 1) if ids[place : place + len(body)] == body), 0)
-    keep = max(limit - others, 0)
-    kept = body[len(body) - keep :] if tokenizer.truncation_side == "left" else body[:keep]
-    return ids[:first] + kept + ids[first + len(body) :]
-
-
-def _halve(piece: str) -> list[str]:
-    """A piece as two, split near its middle; an empty list where it is one character."""
-    begin, end = len(piece) - len(piece.lstrip()), len(piece.rstrip())
-    middle = (begin + end) // 2
-    for pattern in PLACES:
-        found = [match.end() for match in re.finditer(pattern, piece) if begin < match.start() and match.end() < end]
-        if found:
-            middle = min(found, key=lambda place: abs(place - middle))
-            break
-    return [piece[:middle], piece[middle:]] if begin < middle < end else []
+def source_language(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The two-letter language of a tokenizer's sources; `en` if it names none."""
+    named = (getattr(tokenizer, name, None) for name in pipelines.SOURCE_LANGUAGES)
+    return next(filter(None, map(language_code, filter(None, named))), "en")
 
 
 def translate_texts(

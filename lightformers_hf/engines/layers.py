@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..checkpoints.teacher import Teacher, read
 from ..in_memory import AnyModel, model_name
 from ..matrices import Weight
+from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 from .search import Search
@@ -25,11 +26,28 @@ ZERO = 1e-6
 LARGEST = 127  # value in int8, and sum of two neighbours in a row before rounding, which adds one at most
 
 
+# {tokenizer: family} of those that optimum and transformers.js have classes for; another one is run as BART.
+FAMILIES = {
+    "MarianTokenizer": "marian",
+    "M2M100Tokenizer": "m2m_100",
+    "NllbTokenizer": "m2m_100",
+    "MBartTokenizer": "mbart",
+    "MBart50Tokenizer": "mbart",
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Source(Teacher):
     """A model to export."""
 
     calibration: tuple[dict[str, Tensor], ...] = ()  # batches of sentences by which matrices are rounded to int4
+
+
+def model_type(source: Teacher) -> str:
+    """`model_type` of the family in transformers whose tokenizer, or positions, a model has."""
+    if source.model.config.position_embedding_type in RELATIVE_POSITIONS:
+        return "t5"
+    return FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")
 
 
 def read_source(

@@ -39,6 +39,7 @@ from .layers import (
     Layer,
     Source,
     Stack,
+    model_type,
     quantize_rows,
     read_output,
     read_stack,
@@ -55,14 +56,6 @@ FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
 SUFFIXES = {"int4": "_q4", "int8": "_quantized", "float16": "_fp16", "float32": ""}
 SIDES = ("encoder", "decoder")
-# {tokenizer: family} of those that optimum and transformers.js have classes for; another one is run as BART.
-FAMILIES = {
-    "MarianTokenizer": "marian",
-    "M2M100Tokenizer": "m2m_100",
-    "NllbTokenizer": "m2m_100",
-    "MBartTokenizer": "mbart",
-    "MBart50Tokenizer": "mbart",
-}
 LARGEST_FILE = 2**31 - 1  # limit of a message of protocol buffers
 OUTPUT = "output"  # begins the names of the nodes of the output layer
 OPSET, IR_VERSION = 20, 9  # supported by ONNX Runtime from 1.17
@@ -120,7 +113,7 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     read from the graph.
     """
     config, has_t5 = source.model.config, source.model.config.position_embedding_type in RELATIVE_POSITIONS
-    family = "t5" if has_t5 else FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")
+    family = model_type(source)
     named = ("vocab_size", "d_model", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     fields = {name: getattr(config, name) for name in named}
     fields |= {"decoder_start_token_id": source.generation_config.decoder_start_token_id, "is_encoder_decoder": True}

@@ -26,7 +26,7 @@ from ..loading import hide_bars, position_limit, resolve_source, unique_paramete
 from ..processors import usual_settings
 from ..results import Result
 from ..text import data_name
-from . import EngineFile, load_engine_file
+from . import ARGOS, EngineFile, argos, load_engine_file
 from .engine import TransformersModel
 from .layers import Source, read_source
 from .rounding import collate
@@ -69,6 +69,7 @@ class ExportReport(Result):
         tokenizer: how the written `tokenizer.json` compares with the checkpoint's tokenizer.
         limit_by_input: whether the checkpoint names no length of outputs, so that sources suggest it.
         beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
+        package: file in the folder that Argos Translate and LibreTranslate install, if it was asked for.
     """
 
     engine: str
@@ -88,6 +89,7 @@ class ExportReport(Result):
     tokenizer: TokenizerReport = field(default_factory=TokenizerReport)
     beside: dict[str, tuple[int, float]] = field(default_factory=dict)
     limit_by_input: bool = False
+    package: str = ""
 
     def parts(self) -> list[Table | str]:
         """Return a table of the result."""
@@ -126,6 +128,8 @@ class ExportReport(Result):
             lines.append(self.shortlist.line())
         for other, (size, difference) in self.beside.items():
             lines.append(f"The folder also holds {other}: {size / 1e6:,.1f} MB, difference {difference:.2g} nats.")
+        if self.package:
+            lines.append(f"Argos Translate and LibreTranslate install {output}/{self.package}.")
         lines += self.tokenizer.lines()
         lines.append(
             f"Try it: lightformers translate {output}; in Python lightformers_hf.load_engine({str(output)!r})."
@@ -157,7 +161,7 @@ def export(
         model: a checkpoint folder, a name on the Hub, or a loaded model.
         output: the folder to write.
         tokenizer: that of a loaded model.
-        to: the engine, one of `ENGINES`.
+        to: the engine, one of `ENGINES`; or `argos`, which is CTranslate2 and a package (`.argosmodel`) beside it.
         quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: int8, and to ONNX also float32 and
             float16, in files beside it.
         shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
@@ -179,6 +183,7 @@ def export(
         >>> export("recovered", "deployed", to="ctranslate2", quantization="int8")
     """
     shortlist, calibration = map(data_name, (shortlist, calibration))
+    is_package, to = to == ARGOS, "ctranslate2" if to == ARGOS else to
     engine = check_engine(to, quantization, shortlist)
     if calibration is not None and quantization != "int4":
         raise ValueError(
@@ -192,6 +197,7 @@ def export(
         inputs: list[str | Path | None] = [*map(resolve_source, given_folders(model)), *texts]
         temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=inputs))
         source = read_source(model, to, tokenizer, (source_lang, target_lang))
+        languages = argos.find_languages(source, source_lang, target_lang) if is_package else None
         columns = named_columns(source_lang, target_lang)
         if calibration:
             source = replace(source, calibration=read_calibration(source, calibration, columns))
@@ -237,6 +243,7 @@ def export(
             tokenizer=tokenizer_report,
             beside=beside,
             limit_by_input=by_input,
+            package=f"{argos.package_name(languages)}.argosmodel" if languages else "",
         )
         write_json(asdict(report), temporary / EXPORT_FILE)
         inherited = inherited_metadata(source.folder, source.hub_name)
@@ -251,6 +258,8 @@ def export(
             places = {"folder": Path(output).name, "text": f"{prefix}Your text."}
             usage["example"] = engine.EXAMPLE.format(**places, **begins)
         write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines, **usage)
+        if languages:
+            argos.write_package(source, temporary, languages)
     return report
 
 

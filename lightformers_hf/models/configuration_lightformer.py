@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
 
@@ -20,7 +20,11 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < tuple(map(int, OLD
 from huggingface_hub.dataclasses import strict  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME  # noqa: E402
 from transformers.utils.logging import get_logger  # noqa: E402
+
+if TYPE_CHECKING:  # transformers copies the file of every relative import: the pipelines travel with a checkpoint
+    from .pipelines import PIPELINES  # noqa: F401
 
 logger = get_logger(__name__)
 
@@ -28,6 +32,12 @@ RANK_FIELDS = ("attention_rank", "ffn_rank", "embedding_rank", "decoder_attentio
 RELATIVE_POSITIONS = ("relative", "relative_per_layer")
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "sinusoidal_half", "learned", *RELATIVE_POSITIONS)
 NORMALIZATIONS = ("layer_norm", "rms_norm")
+# Task → class in `pipelines.py`, for `pipeline(task, model=..., trust_remote_code=True)` without this package.
+PIPELINE_CLASSES = {
+    "translation": "TranslationPipeline",
+    "summarization": "SummarizationPipeline",
+    "text2text-generation": "Text2TextGenerationPipeline",
+}
 
 
 def check_one_of(field: str, value: str, allowed: Collection[str]) -> None:
@@ -147,6 +157,8 @@ class FactorizedConfig(PreTrainedConfig):
         self.set_defaults()
         self.warn_about_misspelled(kwargs)
         kwargs.setdefault("auto_map", dict(self.auto_classes))
+        if not __name__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
+            kwargs.pop("custom_pipelines", None)  # the package has registered them, and no code must be trusted
         super().__post_init__(**kwargs)
         self.check()
 
@@ -194,8 +206,14 @@ class FactorizedConfig(PreTrainedConfig):
         return config
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
-        """Extend the base class: patterns keep their order, because the first match decides."""
+        """Extend the base class: patterns keep their order, because the first match decides. An encoder-decoder names
+        its pipelines."""
         content = json.loads(super().to_json_string(*args, **kwargs))
+        content.pop("custom_pipelines", None)
+        if self.is_encoder_decoder:
+            model = {"pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
+            named = {task: {"impl": f"pipelines.{name}", **model} for task, name in PIPELINE_CLASSES.items()}
+            content["custom_pipelines"] = named
         patterns = {field: getattr(self, field) for field in content if field in self.patterns}
         return json.dumps(content | patterns, indent=2) + "\n"
 

@@ -214,6 +214,12 @@ def eager_attention(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def find_attention(config: FactorizedConfig) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the attention that a model was loaded with: `eager_attention`, or a function of transformers."""
+    # The name of the attention is private in transformers, but every model of transformers reads it here.
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
+
+
 def cached_states(
     past_key_values: Cache | None,
     layer_idx: int | None,
@@ -309,8 +315,7 @@ class MultiHeadAttention(Attention):
 
         query = query.view(batch, length, -1, self.head_dim).transpose(1, 2)
         key, value = cached_states(past_key_values, layer_idx, is_cross_attention, compute)
-        # The name of the attention is private in transformers, but every model of transformers reads it here.
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = find_attention(self.config)
         share = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=share, scaling=self.scaling, **kwargs

@@ -28,6 +28,8 @@ from .layers import (
     apply_dropout,
     attention_weights,
     cached_states,
+    eager_attention,
+    find_attention,
 )
 from .low_rank import (
     JOINT_GAIN,
@@ -124,6 +126,8 @@ class PartialAttention(Attention):
         head_scaling: bool,
     ):
         super().__init__()
+        self.config = config
+        self.is_causal = False  # the mask of a decoder hides later keys: `PartialFormerStack.run`
         width, project = config.head_dim, projections(config, name, "attention")
         self.heads, self.base = heads, config.base_attention_heads if head_scaling else heads
         self.scaling, self.dropout = width**-0.5, config.attention_dropout
@@ -164,7 +168,7 @@ class PartialAttention(Attention):
         layer_idx: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, T, d) → (B, T, d) and the weights (B, H, T, S).
+        """(B, T, d) → (B, T, d) and, from eager attention, the weights (B, H, T, S).
 
         `attention_mask` (B, 1 or H, T, S) is one of `add_mask`, or the sum of A^G and the mask (Eq. 6).
         """
@@ -180,12 +184,21 @@ class PartialAttention(Attention):
                 return new[0].unsqueeze(1), new[1].unsqueeze(1)
 
         keys, values = cached_states(past_key_values, layer_idx, self.is_cross_attention, memory)
-        query, keys = split_heads(query * self.scaling, self.base), split_heads(keys.squeeze(1), self.base)
-        logits = torch.matmul(query, keys.transpose(2, 3))
-        if self.expand is not None:
-            logits = self._scale_heads(logits)
-        weights = apply_dropout(attention_weights(logits, attention_mask), self.dropout, self.training)
-        states = torch.matmul(weights, split_heads(values.squeeze(1), self.heads)).transpose(1, 2)
+        query, keys = split_heads(query, self.base), split_heads(keys.squeeze(1), self.base)
+        values, attend = split_heads(values.squeeze(1), self.heads), find_attention(self.config)
+        share = self.dropout if self.training else 0.0
+        if self.expand is None:
+            states, weights = attend(
+                self, query, keys, values, attention_mask, dropout=share, scaling=self.scaling, **kwargs
+            )
+        else:
+            logits = self._scale_heads(torch.matmul(query * self.scaling, keys.transpose(2, 3)))
+            if attend is eager_attention:
+                weights = apply_dropout(attention_weights(logits, attention_mask), self.dropout, self.training)
+                states = torch.matmul(weights, values).transpose(1, 2)
+            else:  # the logits are the mask of queries of zeros, so that softmax and product are one kernel
+                mask, zeros = add_mask(logits, attention_mask), values.new_zeros(*logits.shape[:3], values.shape[-1])
+                states, weights = attend(self, zeros, values, values, mask, dropout=share, scaling=1.0, **kwargs)
         if self.has_ffn:
             states = self._feed_forward(states) * self.gate_activation(gate).view(states.shape)
         return self.out_proj(states.flatten(2)), weights
@@ -297,15 +310,13 @@ class PartialFormerLayer(TransformerLayer):
 
 
 class PartialFormerPreTrainedModel(FactorizedPreTrainedModel):
-    """Initialization, loading and saving of every PartialFormer. Attention is eager: later steps use its weights."""
+    """Initialization, loading and saving of every PartialFormer. Attention is eager or SDPA; A^G is a mask."""
 
     config_class = PartialFormerConfig
     config: PartialFormerConfig
     _no_split_modules = ["PartialFormerLayer", "GlobalAttention"]  # noqa: RUF012
     _supports_flash_attn = False
-    _supports_sdpa = False
     _supports_flex_attn = False
-    _supports_attention_backend = False
 
 
 class PartialFormerStack(PartialFormerPreTrainedModel):
@@ -333,6 +344,11 @@ class PartialFormerStack(PartialFormerPreTrainedModel):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Embeddings with positions (B, T, d) → states (B, T, d)."""
+        length = hidden_states.shape[1]
+        if attention_mask is None and self.side == "decoder" and length > 1:  # SDPA of other models needs none
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = hidden_states.new_ones(length, length + past, dtype=torch.bool)
+            attention_mask = seen.tril(past)[None, None]
         if self.global_attention is not None:
             slot = len(self.layers.stored_at)
             attention_mask = self.global_attention(hidden_states, attention_mask, past_key_values, slot)

@@ -266,7 +266,7 @@ def every_attention(heads=HEADS, variants=VARIANTS):
         for variant in variants
         for head in heads
         for attention in ("eager", "sdpa")
-        if has_head(head, variant) and (attention == "eager" or VARIANTS[variant][0] != "partialformer")
+        if has_head(head, variant)
     ]
     return pytest.mark.parametrize(
         ("head", "variant", "attention"),
