@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import EvalResult, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from ..files import CARD_FILE
 from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
@@ -88,6 +89,27 @@ def evaluation_results(results: Sequence[dict], task: str) -> list[EvalResult]:
         for result in results
         for metric, value in result["model"]["scores"].items()
     ]
+
+
+def result_files(results: Sequence[dict]) -> dict[str, str]:
+    """Return {file: content} of results on data sets of the Hub, in the format `.eval_results/*.yaml`.
+
+    The Hub shows these entries on the model's page and on the leaderboard of the data set. Results on local files have
+    no entry, because an entry names a data set of the Hub.
+    """
+    files = {}
+    for result in results:
+        name, _, configuration = result["data"].partition(":")
+        if "/" not in name:
+            continue
+        task = configuration or f"{result['source']}-{result['target']}"
+        entries = [
+            EvalResultEntry(dataset_id=name, task_id=task, value=round(value, 4), notes=result["labels"][metric])
+            for metric, value in result["model"]["scores"].items()
+        ]
+        file = re.sub(r"[^\w.-]+", "-", result["data"])
+        files[f".eval_results/{file}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
+    return files
 
 
 def write_export_card(

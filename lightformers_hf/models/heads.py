@@ -14,7 +14,8 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_lightformer import FactorizedConfig, causal_config
 from .low_rank import (
@@ -74,7 +75,7 @@ class EncoderDecoder:
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Source ids (B, S) and target ids (B, T) → hidden states of the decoder (B, T, d).
 
@@ -191,7 +192,7 @@ class ConditionalGenerationHead(LanguageModelHead):
         decoder_inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Source ids (B, S) and target ids (B, T) → logits (B, T, V).
 
@@ -245,7 +246,7 @@ class CausalLMHead(LanguageModelHead):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
         """Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions if it is not 0.
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
@@ -199,7 +200,7 @@ class LightFormerForSequenceClassification(LightFormerPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for."""
         outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)

@@ -6,12 +6,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import yaml
 from conversion.cards import evaluation_of
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, parse_eval_result_entries
 from markdown_it import MarkdownIt
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.card import model_card, read_results, write_export_card
+from lightformers_hf.conversion.card import model_card, read_results, result_files, write_export_card
 from lightformers_hf.conversion.report import ModelFacts, inherited_metadata
 
 pytestmark = pytest.mark.quick
@@ -112,6 +113,19 @@ def test_the_hub_reads_the_results(source, tmp_path):
     assert "someone" not in str(card)
     assert "It was trained for 2,000 steps after that." in card.text
     assert "fine-tune it" not in card.text
+
+
+def test_results_on_data_sets_of_the_hub_are_files_for_their_leaderboards(tmp_path):
+    """The Hub's client reads them back; a local file has no leaderboard."""
+    local, shared = evaluation_of("light", 5000).to_dict(), evaluation_of("light", 5000).to_dict()
+    shared["data"] = "owner/opus-100:de-en"
+    files = result_files([local | {"data": "other.jsonl"}, shared])
+    assert [*files] == [".eval_results/owner-opus-100-de-en.yaml"]
+    entries = parse_eval_result_entries(yaml.safe_load(files[".eval_results/owner-opus-100-de-en.yaml"]))
+    assert [(entry.dataset_id, entry.task_id, entry.value, entry.notes) for entry in entries] == [
+        ("owner/opus-100", "de-en", 41.25, "BLEU"),
+        ("owner/opus-100", "de-en", 62.5, "chrF"),
+    ]
 
 
 def test_results_name_the_metrics_that_were_chosen(tmp_path):
