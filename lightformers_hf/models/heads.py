@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 
 from .configuration_lightformer import FactorizedConfig, causal_config
 from .low_rank import (
@@ -64,6 +64,14 @@ class EncoderDecoder:
             self.shared = self.decoder.embed_tokens = value
 
     @can_return_tuple
+    @auto_docstring(
+        custom_intro="""
+        Source ids (B, S) and target ids (B, T) → hidden states of the decoder (B, T, d).
+
+        `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: as `get_input_embeddings()`
+        returns for ids.
+        """
+    )
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -77,11 +85,6 @@ class EncoderDecoder:
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Source ids (B, S) and target ids (B, T) → hidden states of the decoder (B, T, d).
-
-        `encoder_outputs` replaces the encoder's pass. `inputs_embeds` are unscaled: as `get_input_embeddings()`
-        returns for ids.
-        """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError(
                 "decoder_input_ids is missing: give decoder_input_ids, or labels to a model with a head. A Trainer "
@@ -180,6 +183,14 @@ class ConditionalGenerationHead(LanguageModelHead):
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
 
     @can_return_tuple
+    @auto_docstring(
+        custom_intro="""
+        Source ids (B, S) and target ids (B, T) → logits (B, T, V).
+
+        With `labels` (B, T; −100 is ignored) also the mean cross-entropy, over `num_items_in_batch` if the trainer
+        passes it; missing decoder inputs are then the shifted labels.
+        """
+    )
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -194,11 +205,6 @@ class ConditionalGenerationHead(LanguageModelHead):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """Source ids (B, S) and target ids (B, T) → logits (B, T, V).
-
-        With `labels` (B, T; −100 is ignored) also the mean cross-entropy, over `num_items_in_batch` if the trainer
-        passes it; missing decoder inputs are then the shifted labels.
-        """
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -236,6 +242,14 @@ class CausalLMHead(LanguageModelHead):
         return self.decoder
 
     @can_return_tuple
+    @auto_docstring(
+        custom_intro="""
+        Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions if it is not 0.
+
+        `labels` are the input ids themselves: they are shifted here, as in every causal model of transformers. With
+        labels, an adaptive softmax computes the loss in each label's band, and no logits: they are `None`.
+        """
+    )
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -248,11 +262,6 @@ class CausalLMHead(LanguageModelHead):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """Ids (B, T) → logits (B, T, V), only the last `logits_to_keep` positions if it is not 0.
-
-        `labels` are the input ids themselves: they are shifted here, as in every causal model of transformers. With
-        labels, an adaptive softmax computes the loss in each label's band, and no logits: they are `None`.
-        """
         if labels is not None:
             use_cache = False  # the cache is not returned, and would join sentences that are packed in one row
         outputs = self.decoder(

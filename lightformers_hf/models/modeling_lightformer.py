@@ -12,7 +12,7 @@ from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 
 from .configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from .heads import CausalLMHead, ConditionalGenerationHead, EncoderDecoder
@@ -194,6 +194,11 @@ class LightFormerForSequenceClassification(LightFormerPreTrainedModel):
         self.encoder.embed_tokens = value
 
     @can_return_tuple
+    @auto_docstring(
+        custom_intro="""
+        Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for.
+        """
+    )
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -202,7 +207,6 @@ class LightFormerForSequenceClassification(LightFormerPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Ids (B, S) → logits (B, num_labels); with `labels` (B) also the loss that `config.problem_type` asks for."""
         outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         states = outputs.last_hidden_state
         kept = states.new_ones(states.shape[:2]) if attention_mask is None else attention_mask.to(states.dtype)

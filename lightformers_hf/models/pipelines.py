@@ -251,6 +251,10 @@ class Text2TextGenerationPipeline(Pipeline):
             self.prefix = model.prefix
             return
         tasks = getattr(model.config, "task_specific_params", None) or {}
+        pairs = [one for one in tasks if one.startswith("translation_")]
+        if self.task == "translation" and pairs:
+            first = self.task = pairs[0]
+            logger.warning(f"the model has several pairs of languages: {first} is used, give the task of another")
         settings = dict(tasks.get(self.task) or {})
         self.prefix = settings.pop("prefix", None) or getattr(model.config, "prefix", None) or ""
         self.task_settings = {

@@ -12,6 +12,7 @@ from models.strangers import AUTO, BLOCKER, inputs_for
 STRANGER = (
     BLOCKER
     + """
+torch.set_grad_enabled(False)
 for folder, auto_name in zip(sys.argv[1::2], sys.argv[2::2]):
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model = getattr(transformers, auto_name).from_pretrained(folder, trust_remote_code=True).eval()

@@ -62,7 +62,7 @@ CALLS = [
     ("translation_en_to_fr", "t5", {}, "How old are you?", {}),
     ("translation_en_to_fr", "t5", {"framework": "pt"}, HELLO, {"max_length": 12}),
     ("translation_xx_to_yy", "t5", {}, LEGUMES, {}),
-    ("translation", "t5", {}, LEGUMES, {"max_new_tokens": 9}),
+    ("translation", "t5", {}, "How old are you?", {"max_new_tokens": 9}),
     ("text2text-generation", "t5", {}, MANUEL, {}),
     ("text2text-generation", "t5", {"max_length": 15}, MANUEL, {"return_text": True}),
     ("text2text-generation", "t5", {}, [MANUEL, LEGUMES], {"num_return_sequences": 2}),
