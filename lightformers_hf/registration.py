@@ -9,6 +9,7 @@ whichever package is imported first. A finder in `sys.meta_path` imports `.model
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ def register_when_used() -> None:
 def _register() -> None:
     import_module(".models", __package__)
     import_module(".pipelines", __package__).register()
+    with suppress(ImportError):  # an older version of transformers has no registry of exporters
+        import_module(".exporter", __package__).register()
 
 
 class AfterTransformers:

@@ -59,6 +59,17 @@ def test_quantization_costs_as_little_as_it_costs_marian(folders, name, dtype):
     assert max(own) < 2 * marian
 
 
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@torch.no_grad()
+def test_a_quantized_model_is_saved_and_loaded(folders, name, tmp_path):
+    pytest.importorskip(name.partition(",")[0])
+    options = {"dtype": torch.bfloat16, "quantization_config": QUANTIZATIONS[name]()}
+    model = AutoModelForSeq2SeqLM.from_pretrained(folders[1], **options).eval()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(**BATCH).logits, model(**BATCH).logits)
+
+
 class Packed(nn.Module):
     """Linear layer that holds buffers alone, as those of GPTQ, AWQ and HQQ; computes in the type of its input."""
 
