@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .workflows.compress import compress
     from .workflows.convert import convert, plan
+    from .workflows.distill import distill
     from .workflows.recover import recover
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ __all__ = [
     "SubformerModel",
     "compress",
     "convert",
+    "distill",
     "evaluate",
     "export",
     "load_engine",
@@ -69,6 +71,7 @@ _HOMES = {
     "StudyOptions": ".conversion.options",
     "compress": ".workflows.compress",
     "convert": ".workflows.convert",
+    "distill": ".workflows.distill",
     "evaluate": ".evaluation.evaluate",
     "export": ".engines.write",
     "load_engine": ".engines.engine",

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BLOCK = 1 << 16  # bytes of a block of lines
+SHARD = 64  # blocks of lines of a shard
 HEAD = 1000  # rows that show the columns
 SPREAD = 1024  # blocks that a sample is drawn from, at most
 MOST_ROWS = 4_000_000  # rows that a sample is drawn from, at most
@@ -59,6 +60,14 @@ POOL = 1 << 15  # rows that are shuffled, and sorted by length, together
 AT_ONCE = 1 << 12  # rows that are read together
 WAYS, TURN = 8, 256  # blocks that are read in turn, and rows of a turn
 Pairs = dict[str, list[str]]  # {"source": texts, "target": texts}, or sources alone
+
+
+class Shard(NamedTuple):
+    """A part of a corpus: consecutive blocks of a file."""
+
+    number: int
+    source: int
+    blocks: range
 
 
 class Source(Protocol):
@@ -84,7 +93,7 @@ class LineFile:
     unit = "line"
 
     def __init__(self, path: str):
-        self.name, self.suffix = path, suffix_of(path)
+        self.name, self.suffix, self.block = path, suffix_of(path), BLOCK
         self.is_packed, size = path.endswith(".gz"), os.path.getsize(path)
         self.blocks = min(1, size) if self.is_packed else -(-size // BLOCK)
         self.header, number = read_header(Path(path)) if self.suffix == ".tsv" else (None, 0)
@@ -92,7 +101,8 @@ class LineFile:
 
     def read(self, block: int) -> Iterator[tuple[int, bytes | str]]:
         """(position, line); a line belongs to the block that its first byte is in."""
-        lines = read_lines(Path(self.name)) if self.is_packed else self.read_bytes(block * BLOCK, (block + 1) * BLOCK)
+        start = block * self.block
+        lines = read_lines(Path(self.name)) if self.is_packed else self.read_bytes(start, start + self.block)
         return (line for line in lines if line[0] >= self.begin)
 
     def read_bytes(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -231,7 +241,9 @@ class Corpus:
     ):
         self.name, self.bad = data, {} if skip_bad else None
         names = find_files(data)
-        head = load_rows(data, split=split, first=HEAD, bad={} if skip_bad else None)
+        # Every file is looked at below; rows of different types could not be put together.
+        first = data if names is None else next((name for name in names if os.path.getsize(name)), data)
+        head = load_rows(first, split=split, first=HEAD, bad={} if skip_bad else None)
         self.source, self.target, self.prefix = find_texts(head, data, source=source, target=target, default=default)
         head = head if skip_bad else select_texts(head, data, self.source, self.target)
         columns = [name for name in (self.source, self.target) if name]
@@ -372,6 +384,21 @@ class Corpus:
             self.rows = len(self.table["source"])
             self.hold_out(self.without)
         return (rows[index] for index in np.argsort(keys, kind="stable")[:number])
+
+    def shards(self) -> list[Shard]:
+        """All blocks, in their order, as parts of the size of a file: of lines, `SHARD` blocks."""
+        parts = (
+            (index, range(first, min(first + size, source.blocks)))
+            for index, source in enumerate(self.sources)
+            for size in [SHARD if isinstance(source, LineFile) else 1]
+            for first in range(0, source.blocks, size)
+        )
+        return [Shard(number, *part) for number, part in enumerate(parts)]
+
+    def read_shard(self, shard: Shard) -> Iterator[tuple[Source, int, Any]]:
+        """The rows of a shard in their order, for `parse`."""
+        source = self.sources[shard.source]
+        return chain.from_iterable(self._read(source, block) for block in shard.blocks)
 
     def hold_out(self, sources: Collection[str]) -> None:
         """Leave rows with these sources out of all pools."""

@@ -177,7 +177,12 @@ def _load_files(files: Sequence[str], first: int | None, bad: Bad) -> Dataset:
             logger.warning(f"{file} is empty: it is skipped")
         if first is not None and (first := first - len(rows)) <= 0:
             break
-    return concatenate_datasets(parts) if len(parts) > 1 else (*parts, Dataset.from_dict({}))[0]
+    if len(parts) < 2:
+        return (*parts, Dataset.from_dict({}))[0]
+    try:
+        return concatenate_datasets(parts)
+    except ValueError as error:
+        raise ValueError(f"{files[0]} and the {len(files) - 1} files beside it have other types: {error}") from error
 
 
 def select_texts(rows: Dataset, data: str, source: str, target: str | None) -> Dataset:

@@ -20,7 +20,18 @@ from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.evaluation.speed import speed_of
 from lightformers_hf.results import Result
 
-FUNCTIONS = ("compress", "convert", "evaluate", "export", "load_engine", "plan", "push_to_hub", "recover", "translate")
+FUNCTIONS = (
+    "compress",
+    "convert",
+    "distill",
+    "evaluate",
+    "export",
+    "load_engine",
+    "plan",
+    "push_to_hub",
+    "recover",
+    "translate",
+)
 PAGE = (Path(__file__).parents[1] / "docs/reference/api.md").read_text(encoding="utf-8")
 FAST = {"rank": 8, "method": "paper", "progress": False}
 

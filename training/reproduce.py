@@ -37,6 +37,7 @@ from statistics import fmean
 import jinja2
 from common import run_script
 from comparing import save_pictures, spread
+from generate_pairs import write_pairs
 from rich.console import Console
 from rich.table import Table
 
@@ -386,6 +387,21 @@ class Experiment:
         return " ".join((self.rows.__doc__ or "").split())
 
 
+def scale(lab: Lab) -> Rows:
+    """Seconds and memory before the first step of a recovery, and of a conversion, for corpora of three sizes."""
+    lab.convert("multi30k-de-en", "scale/light", "--ratio", 4)
+    for number in (10_000, 1_000_000, 10_000_000):
+        data = lab.work / "scale" / f"{number}.jsonl"
+        write_pairs(data, number)
+        for what in ("first-step", "conversion"):
+            words = [what, "inputs/multi30k-de-en", "scale/light", f"scale/{number}.jsonl"]
+            lab.commands.append(" ".join(["python training/measure_scale.py", *words]))
+            line = [sys.executable, str(ROOT / "training" / "measure_scale.py"), *words]
+            found = subprocess.run(line, cwd=lab.work, env=os.environ | ONE_CORE, check=True, capture_output=True)
+            yield {"pairs": number, "what": what, **json.loads(found.stdout.splitlines()[-1])}
+        data.unlink()
+
+
 EXPERIMENTS = {
     "converted": Experiment(converted, ("multi30k", "multi30k-de-en"), 25),
     "confident": Experiment(confident, ("g2p", "g2p-us"), 25),
@@ -395,6 +411,7 @@ EXPERIMENTS = {
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
+    # "scale": Experiment(scale, ("multi30k-de-en",), 10),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
     "demo": Experiment(demo, (), 10),
 }

@@ -143,6 +143,7 @@ def convert(model: str, output: Path, overwrite: bool, private: bool, **options:
     OUTPUT,
     option("--teacher", type=CHECKPOINT, required=True, help="The checkpoint that it was made from."),
     *TRAINING,
+    option("--exclude", type=DATA, help="Pairs whose sources are not trained on, as those of a test."),
     *LANGUAGES,
     option("--device", metavar="cpu", help="Where to train: cpu. Default: an accelerator, if there is one."),
     option("--overwrite", is_flag=True, help="Start over in the folder of an earlier recovery."),
@@ -159,6 +160,35 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
     from ..workflows.recover import recover as run
 
     return Answer.of(run(model, output, **options), f"Written to {output}.")
+
+
+@command(
+    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of a checkpoint, or the folder of an export."),
+    Argument("data", type=DATA, about="Sources or pairs: files, folders, patterns, or a Hub name."),
+    Argument("output", type=FILE, about="The folder for the shards."),
+    *LANGUAGES,
+    option("--split", default="train", help="Split of a dataset on the Hub."),
+    option("--keep", metavar="90%", help="Keep the best share of all pairs by the teacher's mean log-probability."),
+    option("--format", default="jsonl", values=("jsonl", "parquet"), help="jsonl or parquet."),
+    option("--processes", type=AT_LEAST_ONE, help="Default: one for each core."),
+    option("--ray", metavar="auto", help="auto, or the address of a Ray cluster that does the work."),
+    option("--num-beams", type=AT_LEAST_ONE, default=4, help="Beams of the search."),
+    MAX_NEW_TOKENS,
+    BATCH_SIZE,
+    option("--skip-bad-lines", is_flag=True, help="Skip damaged lines, and count them."),
+    option("--overwrite", is_flag=True, help="Start over in the folder of an earlier distillation."),
+)
+def distill(teacher: str, data: str, output: Path, **options: Any) -> Answer:
+    """Let the teacher translate a corpus of any size, and write its pairs as shards for recover and compress.
+
+    Empty, repeated, too long and copied lines are dropped and counted. The same command resumes after a kill, and
+    gives the same files as without the kill. --ray needs pip install 'lightformers_hf[ray]'.
+
+    Example: lightformers distill opus-mt-de-en "train-*.jsonl.gz" distilled --keep 90%
+    """
+    from ..workflows.distill import distill as run
+
+    return Answer.of(run(teacher, data, output, **options), f"Written to {output}.")
 
 
 CONVERSION = compression_options(
@@ -542,7 +572,7 @@ app = Group(
     help="Make a trained translation or summarization model smaller and faster, and recover its quality.",
     examples="Example: lightformers compress Helsinki-NLP/opus-mt-de-en small --data train.jsonl --ratio 4",
     commands=[
-        *(compress, plan, convert, recover, export, web, translate, evaluate, compare, push, demo),
+        *(compress, plan, convert, distill, recover, export, web, translate, evaluate, compare, push, demo),
         *(report, benchmark),
     ],
 )

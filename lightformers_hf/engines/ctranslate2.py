@@ -281,6 +281,10 @@ class CTranslate2Model:
 
     def generate(self, batch: list[list[int]], search: Search) -> list[list[int]]:
         """As `Engine.generate`."""
+        return [ids for ids, _ in self.generate_scored(batch, search)]
+
+    def generate_scored(self, batch: list[list[int]], search: Search) -> list[tuple[list[int], float]]:
+        """As `Engine.generate_scored`, less the last value."""
         sources = [[self._source[token] for token in sentence] for sentence in batch]
         most, ends = search.max_new_tokens, [self._target[token] for token in search.ends]
         prefix = None if search.forced_start is None else [[self._target[search.forced_start]]] * len(batch)
@@ -296,11 +300,14 @@ class CTranslate2Model:
             max_decoding_length=most,
             min_decoding_length=search.min_new_tokens if ends else most,
             use_vmap=self.use_shortlist,
+            return_scores=True,
         )
         outputs = [[self._id_of[token] for token in result.hypotheses[0]] for result in results]
         if search.forced_end is not None:
             outputs = [[*ids[:-1], search.forced_end] if len(ids) == most else ids for ids in outputs]
-        return outputs
+        # The engine divides the sum of log p by the length to the power of the penalty.
+        shares = [len(result.hypotheses[0]) ** (search.length_penalty - 1) for result in results]
+        return [(ids, one.scores[0] * share) for ids, one, share in zip(outputs, results, shares, strict=True)]
 
     def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
         """log p of every token of `targets`, and of the end behind them, given `sources`."""

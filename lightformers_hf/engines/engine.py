@@ -114,6 +114,31 @@ class Engine:
             ValueError: no sentence or an empty one, one longer than the model takes, or an option out of its range.
         """
         sentences = self._sentences(batch)
+        return self.model.generate(sentences, self._options(sentences, num_beams, max_new_tokens, forced_length))
+
+    def generate_scored(
+        self,
+        batch: Sequence[Sequence[int]] | Mapping[str, Tensor],
+        *,
+        num_beams: int | None = None,
+        max_new_tokens: int | None = None,
+    ) -> list[tuple[list[int], float, bool]]:
+        """Tokens as of `generate`, the mean log p of a token, the end's too, and whether the output ends by itself."""
+        sentences = self._sentences(batch)
+        search = self._options(sentences, num_beams, max_new_tokens, None)
+        if (scored := getattr(self.model, "generate_scored", None)) is not None:
+            found = scored(sentences, search)
+        else:
+            outputs = self.model.generate(sentences, search)
+            bare = [ids[:-1] if ids and ids[-1] in search.ends else ids for ids in outputs]
+            scores = self.model.score(sentences, bare)
+            found = [(ids, sum(row) / max(1, len(row))) for ids, row in zip(outputs, scores, strict=True)]
+        limit, forced = search.max_new_tokens, search.forced_end is not None
+        return [(ids, mean, not ended_by_limit(ids, limit, search.ends, forced=forced)) for ids, mean in found]
+
+    def _options(
+        self, sentences: list[list[int]], num_beams: int | None, max_new_tokens: int | None, forced_length: int | None
+    ) -> Search:
         search = self.search.with_options(num_beams, max_new_tokens, forced_length)
         search = search.limited(sentences, self.longest_input)
         if self.longest_input is not None and search.max_new_tokens > self.longest_input:
@@ -122,7 +147,7 @@ class Engine:
                     f"{search.max_new_tokens} new tokens are more than the model's {self.longest_input} positions"
                 )
             search = search.with_options(None, self.longest_input, None)  # the model's own limit may never be reached
-        return self.model.generate(sentences, search)
+        return search
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p of every token of each target, and of the end token behind it, given its source."""

@@ -16,6 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..conversion.options import CompressionOptions, Method
+from ..corpus import Corpus
 from ..deprecated import renamed_arguments
 from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
 from ..engines.layers import read_source
@@ -29,7 +30,7 @@ from ..in_memory import AnyModel, identify, on_disk
 from ..languages import split_language, split_prefix
 from ..recovery import check_reports
 from ..results import Result
-from ..text import data_name, load_parallel, load_text
+from ..text import data_name, load_parallel
 from .convert import convert
 from .recover import Recovery, check_minutes, claim, find_added, recover
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAN_FILE = "compress.json"  # options of the call
+CALIBRATION = 10_000  # pairs that are drawn for the calibration at most, unless more samples are asked for
 MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are given
 SCORED = 500  # sentences of the test that are translated in every engine
 # Arguments that an interrupted compression may resume with others of.
@@ -55,11 +57,12 @@ PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.
 
 @dataclass(frozen=True)
 class Texts:
-    """Files of the three parts of the text; what is missing, `recover` does without."""
+    """Files of the parts of the text; what is missing, `recover` does without."""
 
     train: str | None
     validation: str | None
     test: str
+    calibration: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def compress(
 
     Args:
         model, output, tokenizer, ratio, rank, …, target_lang, private, overwrite: as for `convert`; but by default
-            `method` is `narrow` for engines without low-rank products, `calibration` the training part of `data`.
+            `method` is `narrow` for engines without low-rank products, `calibration` a sample of `data`.
         data, validation, minutes, translations, metrics, report_to, seed, skip_bad_lines: as for
             `recover`.
         to, quantization, shortlist: as for `export`.
@@ -170,7 +173,7 @@ def compress(
     metrics = check_metrics(metrics)
     if push_to_hub:
         check_push(push_to_hub)
-    output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "")
+    output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "", data)
     asked = {name: value for name, value in arguments.items() if name not in NOT_ASKED} | options
     asked |= {"model": identify(model), "metrics": metrics or None}
     asked = json.loads(json.dumps(asked, default=os.fspath))  # as it is read
@@ -184,10 +187,10 @@ def compress(
             check_parts(output)
         source, target = find_columns(teacher, split_language(source_lang)[0], split_language(target_lang)[0])
         columns = split_prefix(source)[0], target  # a prefix that the teacher requires is added when they are read
-        texts = read_texts(given, columns, seed, metrics)
+        texts = draw_texts(given, columns, arguments, metrics)
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
-        files = split_texts(texts, output / "data", columns, given)
+        files = write_texts(texts, output / "data", columns, given)
         training = {name: arguments[name] for name in TRAINING} | {"metrics": metrics}
         work = Work(teacher, output, files, columns, to, quantization, shortlist, options, note, training, progress)
         work.do()
@@ -282,13 +285,13 @@ class Work:
 
     def convert(self) -> None:
         """Make the teacher smaller."""
-        text = {"calibration": self.files.train} if CompressionOptions(**self.options).reads_text else {}
+        text = {"calibration": self.files.calibration} if CompressionOptions(**self.options).reads_text else {}
         device = {"device": self.training["device"] or "cpu"}
         convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options | device)
 
     def recover(self) -> None:
         """Train the result with its teacher, or resume the training."""
-        texts = {"data": self.files.train, "validation": self.files.validation}
+        texts = {"data": self.files.train, "validation": self.files.validation, "exclude": self.files.test or None}
         asked = texts | self.sides | self.training | {"progress": self.progress}
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
 
@@ -355,8 +358,10 @@ def is_complete(part: Path) -> bool:
     return part.exists()
 
 
-def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[str]) -> list[tuple[str, str]] | None:
-    """The pairs to be trained on in a random order, every source once; `None` where none are to be set apart."""
+def draw_texts(
+    given: Texts, columns: tuple[str, str], arguments: Mapping[str, Any], metrics: list[str]
+) -> list[tuple[str, str]] | None:
+    """Random pairs to measure and to calibrate with, every source once; `None` where no pairs are to be set apart."""
     for part, file in {"train": given.validation, "test": given.test}.items():
         if file:
             targets = load_parallel(file, source=columns[0], target=columns[1], split=part)["target"][:]
@@ -364,12 +369,15 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[
     data, test = given.train, given.test
     if given.validation and test:
         return None
-    if data is None or "target" not in load_text(data, source=None, target=None, default=columns).column_names:
+    skip_bad = arguments["skip_bad_lines"]
+    corpus = Corpus(data, source=None, target=None, default=columns, skip_bad=skip_bad) if data else None
+    if corpus is None or not corpus.has_targets:
         if not test:
             what = f"{data} is of one language" if data else "Neither data nor test is given"
             raise ValueError(f"{what}: give pairs as data, or test, with pairs to measure on (then data is optional)")
         return None
-    pairs = load_parallel(data, source=columns[0], target=columns[1]).shuffle(seed=seed)
+    number = 2 * MOST_HELD_OUT + max(CALIBRATION, 2 * (arguments["calibration_samples"] or 0))
+    pairs = corpus.sample(number, arguments["seed"])
     once = dict(zip(pairs["source"], pairs["target"], strict=True))
     choose_metrics(metrics, pairs["target"][:], pairs["target"][:])
     if len(once) < 20:
@@ -379,13 +387,17 @@ def read_texts(given: Texts, columns: tuple[str, str], seed: int, metrics: list[
     return list(once.items())
 
 
-def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
-    """Files of training, validation and test: those that were given, the others from `texts`, written to `folder`."""
+def write_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
+    """Files of calibration, validation and test: those given, the others from `texts`, written to `folder`."""
     if texts is None:
         return given
     size = min(MOST_HELD_OUT, len(texts) // 10)
     first, second = (0 if one else size for one in (given.validation, given.test))
-    parts = {"validation": texts[:first], "test": texts[first : first + second], "train": texts[first + second :]}
+    parts = {
+        "validation": texts[:first],
+        "test": texts[first : first + second],
+        "calibration": texts[first + second :],
+    }
     if not folder.is_dir():  # an interrupted compression resumes with its files there
         with atomic_output(folder) as temporary:
             for part, pairs in parts.items():
@@ -394,7 +406,8 @@ def split_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
                 if lines:
                     (temporary / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     made = {part: str(folder / f"{part}.jsonl") for part in parts}
-    return Texts(made["train"], given.validation or made["validation"], given.test or made["test"])
+    test = given.test or made["test"]
+    return Texts(given.train, given.validation or made["validation"], test, made["calibration"])
 
 
 def check_parts(output: Path) -> None:

@@ -137,6 +137,7 @@ def recover(
     teacher: AnyModel,
     data: str | os.PathLike | None = None,
     validation: str | os.PathLike | None = None,
+    exclude: str | os.PathLike | None = None,
     minutes: float = 30,
     source_lang: str | None = None,
     target_lang: str | None = None,
@@ -165,6 +166,7 @@ def recover(
             `None`: random tokens, which it translates, too.
         validation: other pairs, of which at most the first 1000 are used. `None`: a part of `data`; without pairs, the
             references are the teacher's translations.
+        exclude: pairs whose sources are not trained on, as those of a test.
         minutes: time for everything. The time of a step is measured at each validation, and the number of remaining
             steps is adapted to the remaining time.
         source_lang, target_lang: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
@@ -186,18 +188,24 @@ def recover(
         >>> recover("light", "recovered", teacher="opus-mt-de-en", data="train.jsonl", minutes=30)
     """
     start, metrics = time.monotonic(), check_metrics(metrics)
-    data, validation = data_name(data), data_name(validation)
+    data, validation, exclude = map(data_name, (data, validation, exclude))
     check_minutes(minutes)
     check_reports(report_to)
     trains_on_cpu(device)
     asked: dict[str, Any] = {"model": identify(model), "teacher": identify(teacher), "data": data}
-    asked |= {"validation": validation, "minutes": minutes, "translations": translations, "seed": seed}
+    asked |= {
+        "validation": validation,
+        "exclude": exclude,
+        "minutes": minutes,
+        "translations": translations,
+        "seed": seed,
+    }
     asked |= {"source_lang": source_lang, "target_lang": target_lang, "metrics": metrics or None}
     output, sides = Path(os.path.expanduser(output)), (source_lang, target_lang)
     with on_disk(tokenizer, model, teacher) as (light, dense):
         if os.path.realpath(light) == os.path.realpath(dense):
             raise ValueError(f"{light} is given as the model and as its teacher: the teacher is the dense checkpoint")
-        inputs = [light, dense, data, validation]
+        inputs = [light, dense, data, validation, exclude]
         record = claim(output, asked, overwrite=overwrite, inputs=inputs)
         with one_process(), keep_randomness(), parents(output), lock(output), hush_trainer():
             if (output / RECORD_FILE).exists():  # read again, now without other writers
@@ -205,7 +213,7 @@ def recover(
             set_seed(seed)
             resumes = "scores" in record
             models = (light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
-            run = Run(*models, skip_bad_lines, resumes)
+            run = Run(*models, skip_bad_lines, resumes, exclude)
             check_files(record.get("data", {}), run.corpus.files)
             if not resumes:
                 begin(output, record)
@@ -269,7 +277,7 @@ class Run:
     device: str | None = None
     skip_bad: bool = False
     resumes: bool = False
-    apart: str | None = None  # pairs whose sources are not trained on
+    exclude: str | None = None  # pairs whose sources are not trained on
 
     def __post_init__(self) -> None:
         self.on_cpu = trains_on_cpu(self.device)
@@ -339,8 +347,8 @@ class Run:
                 )
                 held_out = held_out.add_column("target", said)
         corpus.hold_out(held_out["source"])
-        if self.apart:
-            corpus.hold_out(load_parallel(self.apart, source=self.columns[0], target=self.columns[1])["source"])
+        if self.exclude:
+            corpus.hold_out(load_parallel(self.exclude, source=self.columns[0], target=self.columns[1])["source"])
         if not len(corpus.sample(1, self.seed, without=corpus.without)):
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return corpus, held_out

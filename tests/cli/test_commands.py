@@ -53,6 +53,7 @@ GOOD = {
     "convert": "dense converted --rank 8 --method paper",
     "compress": "dense small --data many.jsonl --ratio 2 --minutes 0.01",
     "recover": "light recovered --teacher dense --data test.jsonl --minutes 0.01",
+    "distill": "dense test.jsonl distilled --num-beams 1 --max-new-tokens 5 --processes 1",
     "export": "light exported --to onnx",
     "web": "light page --compare dense",
     "evaluate": "light --teacher dense --data test.jsonl --no-speed",
@@ -67,6 +68,7 @@ BAD = {
     "plan": ("nowhere", "nowhere"), "convert": ("dense out --encoder-groups 4", "--encoder-groups is 4"),
     "compress": ("dense out --data nowhere.jsonl", "nowhere.jsonl"),
     "recover": ("light out --teacher dense --data nowhere.jsonl", "nowhere.jsonl"),
+    "distill": ("dense nowhere.jsonl out", "nowhere.jsonl"),
     "export": ("light out --to tensorrt", "tensorrt"), "web": ("nowhere page", "nowhere"),
     "translate": ("light nowhere.de", "nowhere.de"),
     "evaluate": ("light --data nowhere.jsonl", "nowhere.jsonl"), "push": ("nowhere light", "nowhere"),
@@ -174,7 +176,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     found = json.loads(out)
     assert found
 
-    overwrite = ["--overwrite"] if words in ("compress", "convert", "recover", "export", "web") else []
+    overwrite = ["--overwrite"] if words in ("compress", "convert", "distill", "recover", "export", "web") else []
     code, out, err = lightformers(*command, *overwrite, "--json", "found.json", "--quiet")
     assert (code, out, err) == (0, "", "")
     again = json.loads((workplace / "found.json").read_text(encoding="utf-8"))
@@ -393,7 +395,7 @@ def test_the_help_of_convert_fits_two_screens(lightformers, monkeypatch):
     assert len(own - {one.name for one in framework.SHARED} - {"push_to_hub", "private"}) <= 21
 
 
-@pytest.mark.parametrize("name", ["plan", "convert", "recover", "compress", "export", "evaluate", "push"])
+@pytest.mark.parametrize("name", ["plan", "convert", "distill", "recover", "compress", "export", "evaluate", "push"])
 def test_a_command_has_the_names_and_defaults_of_its_function(name):
     function = inspect.signature(getattr(lightformers_hf, {"push": "push_to_hub"}.get(name, name)))
     expected = function.parameters.keys() - {"tokenizer", "progress", "study", "runs"}

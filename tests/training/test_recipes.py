@@ -290,7 +290,7 @@ def test_underscores_and_dashes_mean_the_same(parse, join):
     assert (data.max_tokens, data.train_file, args.logging_nan_inf_filter) == (9, "a_b.txt", False)
 
 
-@pytest.mark.parametrize("script", ["run_translation", "compare_architectures", "distill_data"])
+@pytest.mark.parametrize("script", ["run_translation", "compare_architectures"])
 def test_help_spells_options_with_dashes(script, capsys):
     with pytest.raises(SystemExit, match="0"):
         import_module(script).main(["--help"])

@@ -61,13 +61,12 @@ def test_a_compression_goes_on_where_it_was_interrupted(tiny_marian, asked, plac
     assert (output / "recovered" / "model.safetensors").stat().st_mtime_ns == trained
     assert [table.row_count for table in found.engines.tables()] == [4]  # two models in two engines
 
-    parts = {
-        part: (output / "data" / f"{part}.jsonl").read_text().splitlines() for part in ("train", "validation", "test")
-    }
-    assert {part: len(lines) for part, lines in parts.items()} == {"train": 24, "validation": 3, "test": 3}
+    names = ("calibration", "validation", "test")
+    parts = {part: (output / "data" / f"{part}.jsonl").read_text().splitlines() for part in names}
+    assert {part: len(lines) for part, lines in parts.items()} == {"calibration": 24, "validation": 3, "test": 3}
     assert len({line for lines in parts.values() for line in lines}) == 30
     plan = read_json(output / "recovered" / "compression.json")
-    assert plan["calibration"] == "train.jsonl"
+    assert plan["calibration"] == "calibration.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(output / "recovered")
     assert AutoModelForSeq2SeqLM.from_pretrained(output / "recovered").num_parameters() == plan["parameters_after"]
     assert load_engine(output / "deployed").generate([tokenizer("Ein Hund.")["input_ids"]])
@@ -177,7 +176,7 @@ def test_the_calibration_text_has_no_pairs_of_the_test(tiny_marian, asked, tmp_p
     with pytest.raises(KeyboardInterrupt):
         compress(tiny_marian, tmp_path / "small", **asked | {"calibration": os.path.relpath(asked["data"])})
     report = read_json(tmp_path / "small" / "converted" / "compression.json")
-    assert report["calibration"] == "train.jsonl"  # the training part, not the whole file
+    assert report["calibration"] == "calibration.jsonl"  # a part of it, not the whole file
 
 
 def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path, monkeypatch):
@@ -217,7 +216,7 @@ def test_only_what_is_missing_is_set_apart(tiny_marian, asked, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         compress(tiny_marian, tmp_path / "small", test=str(test), **asked)
     made = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / "small" / "data").glob("*.jsonl")}
-    assert made == {"train": 27, "validation": 3}
+    assert made == {"calibration": 27, "validation": 3}
 
 
 @pytest.mark.parametrize(
