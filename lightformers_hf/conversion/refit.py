@@ -20,7 +20,7 @@ from ..matrices import Weight, bias_of, product_of
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
 from .forms import Form, all_forms, change_outputs
-from .moments import GRADIENT_DAMPING, Damped, Metric, PairMoments, TensorStore, WeightedRows
+from .moments import GRADIENT_DAMPING, ROOM, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
 from .sensitivity import (
     LOGIT_ROWS,
@@ -45,6 +45,8 @@ CONSTANT = 1e-6
 # Tokens of a batch.
 TOKENS = 1024
 NORMS = (nn.LayerNorm, nn.RMSNorm)
+# Parts of a layer, each with its norm and its residual connection, in the order of their calls.
+SUBLAYERS = ("self_attn", "encoder_attn", "network")
 # Target tokens whose probabilities are balanced, about; steps that balance them, occurrences of each that are added to
 # those seen, and the nats per token that they must gain together.
 BALANCED, BALANCING, SMOOTHING, WORTH_BALANCING = 8192, 4, 0.5, 0.04
@@ -142,7 +144,8 @@ class Regression:
                     if stack in stacks:
                         self._regress_layer(student, teacher, depth, teacher_depth)
                         bar.update()
-                    student.advance(depth)
+                    else:
+                        student.advance(depth)
                 if stack in stacks and self._changes(last := f"model.{stack}.layer_norm"):
                     self._fit_norm(last, student, teacher)
                 student.finish()
@@ -153,22 +156,26 @@ class Regression:
         norms = list(filter(self._changes, norms))
         names = linear + norms
         teacher.advance(teacher_depth, names, self.share)
-        groups: dict[int, list[str]] = {}  # layers with one input are one fit, in the order of their calls
-        for name, states in (seen := student.inputs(depth, 0, names)).items():
-            groups.setdefault(id(states), []).append(name)
-        del seen
-        for group in groups.values():
-            if group[0] in norms:
-                with cast_weights(student.stack.layers[depth]):
-                    self._fit_norm(group[0], student, teacher, depth)
+        for part in SUBLAYERS:
+            if not (own := [name for name in names if sublayer_of(name) == part]):
                 continue
-            layers = {name: self.student.get_submodule(name) for name in group}
-            with cast_weights(student.stack.layers[depth]):
-                inputs, outputs = self._sums(student, teacher, depth, layers)
-            give_back_memory()
-            for sums in (inputs, *outputs.values()):
-                sums.divide()
-            self._solve(layers, inputs, outputs)
+            groups: dict[int, list[str]] = {}  # layers with one input are one fit, in the order of their calls
+            for name, states in (seen := student.inputs(depth, 0, own)).items():
+                groups.setdefault(id(states), []).append(name)
+            del seen
+            for group in groups.values():
+                if group[0] in norms:
+                    with cast_weights(student.stack.layers[depth]):
+                        self._fit_norm(group[0], student, teacher, depth)
+                    continue
+                layers = {name: self.student.get_submodule(name) for name in group}
+                with cast_weights(student.stack.layers[depth]):
+                    inputs, outputs = self._sums(student, teacher, depth, layers)
+                give_back_memory()
+                for sums in (inputs, *outputs.values()):
+                    sums.divide()
+                self._solve(layers, inputs, outputs)
+            student.advance(depth, part=part)
         give_back_memory()
 
     def _sums(
@@ -302,6 +309,8 @@ class HiddenStates:
         self.who, self.name, self.stack, self.device = who, name, getattr(model.model, name), model.device
         self.batches, self.store = batches, store
         self.recorded: set[str] = set()  # modules within a layer
+        self._kept: dict[int, tuple[list[Tensor | None], dict[str, Any]]] = {}
+        self._room = ROOM
         self._each_batch(lambda index: self._put(index, self._arguments(index)[0][0]))
 
     def _each_batch(self, work: Callable[[int], None]) -> None:
@@ -334,12 +343,37 @@ class HiddenStates:
         _run_with([(register, see)], partial(self.stack, **given))
         return found
 
-    def call(self, depth: int, index: int) -> Tensor:
-        """Pass a batch from in front of the layer through it, and return its states."""
-        states = self.store[self.who, self.name, index]
-        (_, *args), kwargs = self._arguments(index, states)
+    def _common(self, index: int, states: Tensor) -> tuple[list[Tensor | None], dict[str, Any]]:
+        """Return the arguments of every layer for a batch besides its states. Small ones are computed once."""
+        if index not in self._kept:
+            (_, *args), kwargs = self._arguments(index, states)
+            own = [args[0], *args[2:]]  # the second are the encoder's states
+            size = sum(one.nbytes for one in (*own, *kwargs.values()) if isinstance(one, Tensor))
+            if size > self._room:
+                return args, kwargs
+            self._room -= size
+            self._kept[index] = own, kwargs
+        (mask, *others), kwargs = self._kept[index]
+        memory = [self.store[self.who, "encoder", index]] if self.name == "decoder" else []
+        return [mask, *memory, *others], kwargs
+
+    def call(self, depth: int, index: int, part: str | None = None) -> Tensor:
+        """Pass a batch from in front of a layer, or a sublayer of it, through it, and return its states."""
+        states, layer = self.store[self.who, self.name, index], self.stack.layers[depth]
+        (mask, *cross), options = self._common(index, states)
         with fast_passes(self.device):
-            return self.stack.layers[depth](states, *args, **kwargs)
+            if part is None:
+                return layer(states, mask, *cross, **options)
+            if part == "network":
+                return layer.feed_forward(states, layer.final_layer_norm, layer)
+            options = {name: value for name, value in options.items() if name not in ("private", "cross_layer_idx")}
+            if part == "encoder_attn":
+                mask, options["key_value_states"] = cross[1], cross[0]
+            distances = options.pop("distances", None)
+            if distances is not None and part == "self_attn":
+                mask = layer.relative_positions(distances, mask)
+            norm, attention = layer.get_submodule(f"{part}_layer_norm"), layer.get_submodule(part)
+            return layer.attend(states, norm, attention, attention_mask=mask, **options)
 
     def result(self, index: int) -> Tensor:
         """Return the output of the stack for a batch that has passed the last layer."""
@@ -366,7 +400,10 @@ class HiddenStates:
         return None
 
     def inputs(self, depth: int, index: int, names: list[str]) -> dict[str, Tensor]:
-        """Return the inputs of the modules `names` of a layer, in the order of their calls; the pass ends there."""
+        """Return the inputs of modules of one sublayer, in front of which the states are, in the order of their calls.
+
+        The pass ends there.
+        """
         found: dict[str, Tensor] = {}
 
         def see(name: str, module: nn.Module, arguments: tuple) -> None:
@@ -375,14 +412,14 @@ class HiddenStates:
                 raise _StopError
 
         hooks = [(self.module(name, depth).register_forward_pre_hook, partial(see, name)) for name in names]
-        _run_with(hooks, partial(self.call, depth, index))
+        _run_with(hooks, partial(self.call, depth, index, sublayer_of(names[0])))
         return found
 
-    def advance(self, depth: int, names: Sequence[str] = (), share: float = 0.0) -> None:
-        """Put the states behind the layer, and store the outputs of its modules `names` where tokens count.
+    def advance(self, depth: int, names: Sequence[str] = (), share: float = 0.0, *, part: str | None = None) -> None:
+        """Put the states behind the layer, or one of its sublayers, and store the outputs of its modules `names`.
 
-        The names may be of a model with other depths. A `share` of what an output is added to is added to what is
-        stored.
+        Outputs are stored where tokens count. The names may be of a model with other depths. A `share` of what an
+        output is added to is added to what is stored.
         """
 
         def pass_batch(index: int) -> None:
@@ -399,7 +436,7 @@ class HiddenStates:
             for name in names:
                 if (residual := self.residual_of(name)) is not None:
                     hooks.append((self.module(residual, depth).register_forward_pre_hook, partial(see_input, name)))
-            self._put(index, _run_with(hooks, partial(self.call, depth, index)))
+            self._put(index, _run_with(hooks, partial(self.call, depth, index, part)))
 
         with cast_weights(self.stack.layers[depth]):
             self._each_batch(pass_batch)
@@ -440,6 +477,11 @@ def _run_with(hooks: Sequence[tuple[Callable, Callable]], run: Callable[[], Any]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def sublayer_of(name: str) -> str:
+    """Return the sublayer, one of `SUBLAYERS`, of a module of a layer."""
+    return next((part for part in SUBLAYERS if f".{part}" in name), SUBLAYERS[-1])
 
 
 def _within_layer(name: str) -> str:
