@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import tempfile
@@ -14,7 +13,7 @@ from typing import TypeAlias, TypeGuard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import REPORT_FILE, write_json
-from .loading import hide_bars
+from .loading import hide_bars, save_all
 from .processors import usual_settings
 
 # A folder, a name on the Hub, or a loaded model.
@@ -42,13 +41,6 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
                 write_json(report.to_dict(), place / REPORT_FILE)
             places[number] = str(place)
         yield places
-
-
-def save_all(model: PreTrainedModel, place: Path) -> None:
-    """Save a loaded model with all of its tensors: transformers leaves out positions of Marian, even trained ones."""
-    whole = copy.copy(model)  # a module's copy has the same tensors
-    whole._keys_to_ignore_on_save = None
-    whole.save_pretrained(place)
 
 
 def check_tokenizer_of(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None) -> None:

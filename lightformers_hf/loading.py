@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from . import models
 from .files import EXPORT_FILE, TOKENIZER_FILES, WEIGHT_FILES, check_folder, explain_unwritable, find_folder, read_json
 from .languages import set_languages
+from .matrices import NOWHERE
 from .models.configuration_lightformer import FactorizedConfig
 from .models.layers import SinusoidalPositions
 from .processors import check_device, usual_settings
@@ -56,7 +58,6 @@ WRAPPERS = {
 }
 QUANTIZED = (".SCB", ".absmax", ".quant_map", ".qweight", ".weight_format")  # suffixes of quantized weights
 LOADING = threading.RLock()  # transformers changes functions of PyTorch while it loads, for all threads
-NOWHERE = torch.device("meta")  # of a skeleton's tensors
 POSITIONS, DEPTHS = 1 << 15, 1 << 8  # believed where no tensor is as long, or where layers are shared
 
 
@@ -276,17 +277,9 @@ class CheckpointReader:
         """The names of all tensors, sorted."""
         return sorted(self._stored)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. Raises ValueError if it is not there."""
-        return self._find(name).shape
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape} of all tensors, none of which is read."""
         return {name: stored.shape for name, stored in self._stored.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in. Raises ValueError if it is not there."""
-        return self.read(name).dtype
 
     def read_all(self) -> dict[str, Tensor]:
         """{name: tensor} of all tensors, mapped."""
@@ -294,12 +287,9 @@ class CheckpointReader:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored. Raises ValueError if it is not there."""
-        return self._find(name).read()
-
-    def _find(self, name: str) -> Stored:
         if name not in self._stored:
             raise ValueError(f"{self.folder} holds no tensor named {name}")
-        return self._stored[name]
+        return self._stored[name].read()
 
 
 def _find_weights(folder: Path) -> Path:
@@ -328,6 +318,8 @@ def _open_file(path: Path) -> dict[str, Stored]:
             "Where it is trusted, load it with the program that wrote it and save it as safetensors."
         ) from error
     except Exception as error:  # whatever a damaged pickle makes of the machine that reads it
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} is no checkpoint: expected a dictionary of tensors")
@@ -523,6 +515,8 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
             "give a checkpoint of an architecture that transformers or this package has"
         ) from None
     except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f"{name} cannot be loaded, one of its files is damaged, or a field of a JSON file has a wrong type or "
             f"value: {type(error).__name__}: {error}"
@@ -623,6 +617,13 @@ def load_teacher(
     if all(own):
         source, target = own
     return load_model(name, device=device, source=source, target=target)
+
+
+def save_all(model: PreTrainedModel, place: Path) -> None:
+    """Save a loaded model with all of its tensors: transformers leaves out positions of Marian, even trained ones."""
+    whole = copy.copy(model)  # a module's copy has the same tensors
+    whole._keys_to_ignore_on_save = None
+    whole.save_pretrained(place)
 
 
 # --- Count parameters and bytes

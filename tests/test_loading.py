@@ -312,8 +312,8 @@ def test_reads_every_format(folder):
     reader = CheckpointReader(folder)
     assert reader.keys() == sorted(TENSORS)
     for name, tensor in TENSORS.items():
-        assert reader.shape(name) == tuple(tensor.shape)
-        assert reader.dtype(name) == tensor.dtype
+        assert reader.shapes()[name] == tuple(tensor.shape)
+        assert reader.read(name).dtype == tensor.dtype
         assert torch.equal(reader.read(name), tensor)
     with pytest.raises(ValueError, match=r"holds no tensor named d\.weight"):
         reader.read("d.weight")
@@ -399,3 +399,20 @@ def test_one_that_is_none_is_found(dtype, bad):
     tensor[29, 49] = bad
     assert not all_finite(tensor)
     assert not all_finite(tensor.T)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_checkpoint_that_does_not_fit_into_memory_is_not_called_damaged(tiny_marian, tmp_path, error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    torch.save({"weight": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", fail)
+    for load in (
+        lambda: CheckpointReader(tmp_path),
+        lambda: loading.load_pretrained(AutoModelForSeq2SeqLM, tiny_marian),
+    ):
+        with pytest.raises(type(error)) as raised:
+            load()
+        assert raised.value is error
