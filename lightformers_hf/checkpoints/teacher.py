@@ -288,6 +288,11 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     return assemble(type(model), model.config, stored_tensors(model))
 
 
+def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Return the model, if it is on a device, otherwise a copy that is."""
+    return model if model.device == device else copy_model(model).to(device)
+
+
 def trim(teacher: Teacher, kept: KeptTokens) -> Teacher:
     """Return a teacher with fewer tokens: their rows, and their new ids in its configurations and its tokenizer."""
     if getattr(teacher.config, "embedding", None) == "adaptive":

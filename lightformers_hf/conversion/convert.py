@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..checkpoints.fidelity import check_outputs
-from ..checkpoints.teacher import Teacher, copy_model, shorten, trim
+from ..checkpoints.teacher import Teacher, copy_model, on_device, shorten, trim
 from ..files import CARD_FILE
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
@@ -165,12 +165,12 @@ def measure(
     if shows_progress() and device.type == "cpu":
         given = pairs is not None and "target" in pairs.column_names
         tqdm.write(forecast(whole.model, count_tokens(whole, options, pairs), given=given), file=sys.stderr)
-    model = copy_model(whole.model).to(device)
+    model = on_device(whole.model, device)
     batches, held = hold_out(sample_text(model, whole, options, study, pairs))
     shorter = model if teacher is whole else copy_model(teacher.model).to(device)
     if bridges:
         bridge(shorter, model, teacher.layers, batches)
-        teacher = replace(teacher, model=copy_model(shorter).cpu())
+        teacher = replace(teacher, model=on_device(shorter, torch.device("cpu")))
     calibration = None
     if removed is not None:
         linear = [name for name, kind in find_matrices(shorter) if kind != "embedding"]
