@@ -86,6 +86,8 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
     with sdpa_kernel(SDPBackend.MATH):  # the one that the device has
         convert(tiny_marian, tmp_path / "cpu", **options)
         monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_device", lambda name: ELSEWHERE)
+        # The teacher is compared with its own class on the CPU.
+        monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_outputs", lambda teacher: None)
         with accelerator() as device:
             convert(tiny_marian, tmp_path / "device", **options)
     torch.set_num_threads(threads)
