@@ -293,7 +293,7 @@ def test_the_module_is_the_command(lightformers, monkeypatch, capfd):
         ("benchmark ", {"engines"}),
         ("plan dense --encoder-", {"--encoder-groups", "--encoder-layers"}),
         ("plan dense --method ", {"auto", "low-rank", "narrow", "paper"}),
-        ("export light out --to ", {"ctranslate2", "onnx"}),
+        ("export light out --to ", {"argos", "ctranslate2", "onnx"}),
         ("benchmark engines dense --engine ctr", {"ctranslate2", "ctranslate2-int8"}),
         *((f"{name} --verb", {"--verbose"}) for name in COMMANDS),
         *((f"{name} ./mo", {"./mo"}) for name in ("convert", "translate", "report", "push", "compare")),
