@@ -411,7 +411,7 @@ EXPERIMENTS = {
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
-    # "scale": Experiment(scale, ("multi30k-de-en",), 10),
+    "scale": Experiment(scale, ("multi30k-de-en",), 10),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
     "demo": Experiment(demo, (), 10),
 }

@@ -11,7 +11,9 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -61,6 +63,7 @@ logger = logging.getLogger(__name__)
 DISTILL_FILE, WORK = "distill.json", ".work"  # the record of a call, and what is not complete
 FORMATS = ("jsonl", "parquet")
 BEAMS = 4
+ANSWER = 10  # seconds within which a Ray cluster answers
 SEVERAL = 32  # shards from which on several processes read them first
 GROUP = 2048  # texts that are sorted by length together
 REASONS = ("damaged", "empty", "repeated", "too long", "copied", "improbable")
@@ -558,6 +561,13 @@ def connect(address: str) -> None:
     """Connect to a Ray cluster, or start one on this machine for `auto`, where none runs."""
     if find_spec("ray") is None:
         raise ValueError("ray needs ray: pip install 'lightformers_hf[ray]'")
+    if place := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address):  # Ray itself tries for minutes
+        try:
+            socket.create_connection((place[1], int(place[2])), timeout=ANSWER).close()
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"no Ray cluster answers at {address}: start one by `ray start --head`, or give auto ({error})"
+            ) from error
     import ray
 
     if ray.is_initialized():
@@ -567,9 +577,7 @@ def connect(address: str) -> None:
         ray.init(address, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address != "auto":
-            raise ValueError(
-                f"no Ray cluster answers at {address}: start one by `ray start --head`, or give auto ({error})"
-            ) from error
+            raise ValueError(f"the Ray cluster at {address} cannot be used: {error}") from error
         ray.init(**options)
 
 
