@@ -43,14 +43,24 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
         yield places
 
 
-def check_tokenizer_of(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None) -> None:
-    """Raise `ValueError` if models are loaded and their tokenizer is not, or the other way round."""
+def check_tokenizer_of(
+    tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None, optional: bool = False
+) -> None:
+    """Raise `ValueError` if models are loaded and their tokenizer is not, or the other way round.
+
+    `optional`: loaded models may lack a tokenizer.
+    """
     loaded = any(model is not None and is_loaded(model) for model in models)
     if tokenizer is not None and not loaded:
         raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
-    if loaded and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        found = "missing" if tokenizer is None else f"a {type(tokenizer).__name__}"
-        raise ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
+    if loaded and not (isinstance(tokenizer, PreTrainedTokenizerBase) or (optional and tokenizer is None)):
+        raise lacks_tokenizer(tokenizer)
+
+
+def lacks_tokenizer(given: object = None) -> ValueError:
+    """The error where a loaded model comes without its loaded tokenizer."""
+    found = "missing" if given is None else f"a {type(given).__name__}"
+    return ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
 
 
 def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:

@@ -307,6 +307,7 @@ def _open_file(path: Path) -> dict[str, Stored]:
             with safe_open(path, framework="pt") as handle:
                 shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
         except SafetensorError as error:
+            raise_unless_damaged(error, path)
             raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
         return {name: Stored(shape, partial(_read_mapped, path, name)) for name, shape in shapes.items()}
     try:
@@ -318,8 +319,7 @@ def _open_file(path: Path) -> dict[str, Stored]:
             "Where it is trusted, load it with the program that wrote it and save it as safetensors."
         ) from error
     except Exception as error:  # whatever a damaged pickle makes of the machine that reads it
-        if is_out_of_memory(error):
-            raise
+        raise_unless_damaged(error, path)
         raise ValueError(f"{path} is damaged or incomplete, fetch it again ({error})") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} is no checkpoint: expected a dictionary of tensors")
@@ -401,6 +401,7 @@ def load_skeleton(folder: Path) -> PreTrainedModel:
     try:
         return skeleton(getattr(models, architecture), config)
     except DAMAGED as error:
+        raise_unless_damaged(error, folder)
         raise ValueError(f"{folder / 'config.json'} describes no model: {error}") from error
 
 
@@ -515,8 +516,7 @@ def _no_strange_code(name: str | os.PathLike) -> Iterator[None]:
             "give a checkpoint of an architecture that transformers or this package has"
         ) from None
     except DAMAGED as error:
-        if is_out_of_memory(error):
-            raise
+        raise_unless_damaged(error, name)
         raise ValueError(
             f"{name} cannot be loaded, one of its files is damaged, or a field of a JSON file has a wrong type or "
             f"value: {type(error).__name__}: {error}"
@@ -673,7 +673,17 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means exhausted memory; torch has no class for this error on the CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in ("can't allocate memory", "Cannot allocate memory")
+    )
+
+
+def raise_unless_damaged(error: Exception, name: str | os.PathLike) -> None:
+    """Raise an error whose cause is not the content of a file: exhausted memory, or a missing library."""
+    if is_out_of_memory(error):
+        raise MemoryError(f"{name} does not fit into the memory: {error}") from error
+    if isinstance(error, ImportError):
+        raise ValueError(f"{name} cannot be loaded, because a library is missing: {error}") from error
 
 
 @contextmanager

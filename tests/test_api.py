@@ -109,6 +109,8 @@ def test_a_loaded_model_becomes_a_compressed_one(loaded, tiny_marian, tmp_path):
     light = lf.convert(model, tokenizer=tokenizer, **FAST)
     lf.convert(tiny_marian, tmp_path / "light", **FAST)
     expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
+    alone = lf.convert(model, **FAST)  # without text no tokenizer is needed
+    assert all(torch.equal(alone.state_dict()[name], tensor) for name, tensor in light.state_dict().items())
     assert light.compression_report.parameters_after == light.num_parameters() == expected.num_parameters()
     batch = tokenizer(["Ein Hund."], text_target=["A dog."], return_tensors="pt")
     torch.testing.assert_close(light(**batch).logits, expected(**batch).logits)
@@ -121,7 +123,8 @@ def test_a_loaded_model_becomes_a_compressed_one(loaded, tiny_marian, tmp_path):
 def test_what_is_wrong_with_loaded_models_is_said(loaded, tiny_marian, tmp_path):
     model, tokenizer = loaded
     for message, call in {
-        "tokenizer is missing: give tokenizer": lambda: lf.plan(model, **FAST),
+        "tokenizer is missing: give tokenizer": lambda: lf.convert(model, calibration="train.jsonl", **FAST),
+        "model is loaded, but tokenizer is missing": lambda: lf.export(model, tmp_path / "new", to="onnx"),
         "tokenizer is a PosixPath: give": lambda: lf.plan(model, tokenizer=tiny_marian, **FAST),
         "model is a list": lambda: lf.recover([model], tmp_path / "new", tokenizer=tokenizer, teacher=tiny_marian),
         "remove tokenizer": lambda: lf.plan(tiny_marian, tokenizer=tokenizer, **FAST),

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, MarianConfig, MarianMTModel
 
 from lightformers_hf import convert, loading
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.loading import (
     CheckpointReader,
     all_finite,
@@ -156,6 +157,33 @@ def test_what_cannot_be_loaded_as_it_is_has_one_answer(tmp_path, tiny_marian, sp
         with pytest.raises(ValueError, match=message):
             load_distiller(str(folder), tokenizer)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (MemoryError(), MemoryError, None),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError, "fit into the memory"),
+        (ImportError("it requires the SentencePiece library"), ValueError, "a library is missing: .*SentencePiece"),
+    ],
+)
+def test_memory_and_libraries_are_no_damaged_files(tiny_marian, tmp_path, monkeypatch, error, kind, message):
+    def fail(*args, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MarianMTModel, "__init__", fail)
+        with pytest.raises(kind, match=message):
+            load_model(tiny_marian)
+    with monkeypatch.context() as patch:
+        patch.setattr(LightFormerForConditionalGeneration, "__init__", fail)
+        with pytest.raises(kind, match=message):
+            read(tiny_marian)
+    monkeypatch.setattr(torch, "load", fail)
+    shutil.copy(tiny_marian / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(kind, match=message):
+        CheckpointReader(tmp_path)
 
 
 def test_a_checkpoint_with_missing_weights_is_refused(tmp_path, tiny_marian):

@@ -27,7 +27,7 @@ from transformers import (
 
 from .. import models
 from ..files import check_folder
-from ..in_memory import AnyModel, check_tokenizer_of, is_loaded, model_name
+from ..in_memory import AnyModel, check_tokenizer_of, is_loaded, lacks_tokenizer, model_name
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
@@ -44,6 +44,7 @@ from ..loading import (
     main_dtype,
     no_tokenizer,
     printable_name,
+    raise_unless_damaged,
     resolve_source,
     skeleton,
     stored_tensors,
@@ -90,7 +91,7 @@ class Teacher:
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises `ValueError` if there is none."""
         if self.tokenizer is None:
-            raise no_tokenizer(self.folder or self.name)
+            raise lacks_tokenizer() if self.folder is None else no_tokenizer(self.folder)
         return self.tokenizer
 
 
@@ -103,14 +104,14 @@ def read(
 
     Args:
         source: a checkpoint folder, a name on the Hub, or a loaded model.
-        tokenizer: that of a loaded model.
+        tokenizer: that of a loaded model. Without text and languages it may be missing.
         languages: codes of source and target, of a multilingual model that is to translate between these two.
 
     Raises:
         ValueError: no supported family, no sequence-to-sequence model, or tensors that do not fit the configuration.
         FileNotFoundError: no such model, no `config.json`, no weights, or a shard that is not there.
     """
-    check_tokenizer_of(tokenizer, source)
+    check_tokenizer_of(tokenizer, source, optional=True)
     folder, name = None if is_loaded(source) else resolve_source(source), model_name(source)
     where = folder or f"the loaded model {name}"
     source_config = _copy_config(source) if is_loaded(source) else _read_config(folder)
@@ -126,6 +127,7 @@ def read(
         )
         expected = skeleton(model_class, config)
     except DAMAGED as error:
+        raise_unless_damaged(error, where)
         raise ValueError(
             f"{Path(where, 'config.json')} describes no model, a field has a wrong type or value: {error}"
         ) from error
@@ -134,7 +136,7 @@ def read(
         tokenizer = load_pretrained(AutoTokenizer, folder)
     starts, tokenizer = {}, copy.deepcopy(tokenizer)
     if tokenizer is None and any(languages):
-        raise no_tokenizer(where)
+        raise lacks_tokenizer() if folder is None else no_tokenizer(folder)
     if tokenizer is not None:
         check_tokenizer(tokenizer, where)
         check_vocabulary(tokenizer, config, where)
@@ -252,6 +254,7 @@ def _generation_config(
             found = GenerationConfig.from_pretrained(folder)
             take_forced_start(found, folder)
         except (OSError, *DAMAGED) as error:
+            raise_unless_damaged(error, folder)
             raise ValueError(f"{folder / 'generation_config.json'} cannot be read: {error}") from error
     elif is_loaded(source) and source.generation_config is not None:
         found = copy.deepcopy(source.generation_config)

@@ -246,7 +246,7 @@ def find_budget(
     if name != "ratio" and read_quantity(name, asked) >= held:
         has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
         raise ValueError(f"{name} is {asked}, and {originals.teacher.name} has {has} already: give less than that")
-    return available, max(0.0, 1 - available / whole)
+    return available, max(0.0, 1 - available / whole) if whole else 0.0
 
 
 class Pick(NamedTuple):

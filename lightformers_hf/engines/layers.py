@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..checkpoints.teacher import Teacher, read
-from ..in_memory import AnyModel, model_name
+from ..in_memory import AnyModel, check_tokenizer_of, model_name
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..models.layers import RelativePositions
@@ -61,6 +61,7 @@ def read_source(
     Raises errors as `checkpoints.teacher.read`; also a `ValueError` for an architecture, a head or options of the
     generation that no engine supports.
     """
+    check_tokenizer_of(tokenizer, model)
     source, name = Source(**vars(read(model, tokenizer, languages))), model_name(model)
     source.model.requires_grad_(False)
     if type(source.model) is not LightFormerForConditionalGeneration:

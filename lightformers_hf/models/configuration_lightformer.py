@@ -162,6 +162,26 @@ class FactorizedConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.check()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Extend the base class: of a single embedding matrix, `decoder_vocab_size` follows `vocab_size`."""
+        sizes = [vars(self).get(field) for field in ("vocab_size", "decoder_vocab_size")]
+        super().__setattr__(name, value)
+        has_one = self.share_encoder_decoder_embeddings or not self.is_encoder_decoder
+        if name == "vocab_size" and has_one and None not in sizes and sizes[0] == sizes[1]:
+            super().__setattr__("decoder_vocab_size", value)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Extend the base class: a `vocab_size` that replaces the stored one is also that of a shared decoder."""
+        sizes = [config_dict.get(field) for field in ("vocab_size", "decoder_vocab_size")]
+        if (
+            "vocab_size" in kwargs
+            and sizes[0] == sizes[1]
+            and config_dict.get("share_encoder_decoder_embeddings", True)
+        ):
+            kwargs.setdefault("decoder_vocab_size", kwargs["vocab_size"])
+        return super().from_dict(config_dict, **kwargs)
+
     def set_defaults(self) -> None:
         """Set the fields that are `None` and follow from others."""
         if self.decoder_vocab_size is None:

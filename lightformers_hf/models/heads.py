@@ -33,7 +33,7 @@ class EncoderDecoder:
 
     stack_classes: tuple[type[nn.Module], type[nn.Module]]  # encoder and decoder
 
-    def __init__(self, config: FactorizedConfig):
+    def __init__(self, config: FactorizedConfig, has_head: bool = False):
         super().__init__(config)  # type: ignore[call-arg]  # of the family's PreTrainedModel
         if not config.is_encoder_decoder:
             raise ValueError(
@@ -52,7 +52,8 @@ class EncoderDecoder:
             ties = {f"{stack}.embed_tokens.{name}": f"shared.{name}" for stack in stacks for name in names}
         self.encoder, self.decoder = (stack_class(config) for stack_class in self.stack_classes)
         self._tied_weights_keys = ties
-        warn_about_patterns(self, config)
+        if not has_head:  # its output layer may have patterns, too
+            warn_about_patterns(self, config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -127,6 +128,15 @@ class LanguageModelHead:
         whole = {type(module).__name__ for module in (embedding, self.lm_head)} - {"Embedding", "Linear"}
         self._no_split_modules = {*self._no_split_modules, *whole}
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching: its cache has one slot for every module, but here layers may be shared."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no continuous batching (generate_batch), because several depths may share a "
+            "layer: use generate with padded inputs"
+        )
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
+
     def scale(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states of the decoder → input of the output layer: (…, d) → (…, d)."""
         return states if self.output_scale is None else states * self.output_scale
@@ -163,9 +173,10 @@ class ConditionalGenerationHead(LanguageModelHead):
         self.loss_type = "ForMaskedLM"  # decoder inputs are already shifted; the default would shift the labels again
         bias = torch.zeros(1, config.decoder_vocab_size) if self.has_logits_bias else None
         self.register_buffer("final_logits_bias", bias)
-        self.model = self.model_class(config)
+        self.model = self.model_class(config, has_head=True)
         name = "shared" if config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
         self.add_output(self.model.decoder.embed_tokens, f"model.{name}")
+        warn_about_patterns(self, config)
         self.post_init()
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
@@ -224,6 +235,7 @@ class ConditionalGenerationHead(LanguageModelHead):
 class CausalLMHead(LanguageModelHead):
     """A `decoder` without cross-attention, and an output layer `lm_head`."""
 
+    base_model_prefix = "decoder"
     decoder_class: type[nn.Module]
 
     def __init__(self, config: FactorizedConfig):
@@ -240,6 +252,17 @@ class CausalLMHead(LanguageModelHead):
 
     def get_decoder(self) -> nn.Module:
         return self.decoder
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Extend the base class: refuse an encoder-decoder's checkpoint, whose decoder needs an encoder."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if any("encoder.layers." in name for name in info["unexpected_keys"]):
+            raise ValueError(
+                f"{args[0] if args else 'the checkpoint'} is an encoder-decoder, not a {cls.__name__}: load it with "
+                "AutoModelForSeq2SeqLM"
+            )
+        return (model, info) if output_loading_info else model
 
     @can_return_tuple
     @auto_docstring(
@@ -262,6 +285,11 @@ class CausalLMHead(LanguageModelHead):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
+        if kwargs.pop("encoder_hidden_states", None) is not None:
+            raise ValueError(
+                f"encoder_hidden_states is given, but {type(self).__name__} has no cross-attention: use a model for "
+                "conditional generation"
+            )
         if labels is not None:
             use_cache = False  # the cache is not returned, and would join sentences that are packed in one row
         outputs = self.decoder(
@@ -270,7 +298,9 @@ class CausalLMHead(LanguageModelHead):
         )  # fmt: skip
         states, loss, logits = self.scale(outputs.last_hidden_state), None, None
         if labels is not None and isinstance(self.lm_head, AdaptiveOutput):
-            loss = self.lm_head.loss(states[:, :-1], labels[:, 1:], kwargs.get("num_items_in_batch"))
+            shifted = kwargs.get("shift_labels")  # of a sequence that is split over several devices
+            pair = (states[:, :-1], labels[:, 1:]) if shifted is None else (states, shifted)
+            loss = self.lm_head.loss(*pair, kwargs.get("num_items_in_batch"))
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(states[:, kept])

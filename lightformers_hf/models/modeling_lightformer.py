@@ -178,6 +178,8 @@ class LightFormerForCausalLM(CausalLMHead, LightFormerPreTrainedModel, Generatio
 class LightFormerForSequenceClassification(LightFormerPreTrainedModel):
     """Encoder and a classifier of its mean hidden state (§4.2): `AutoModelForSequenceClassification`."""
 
+    base_model_prefix = "encoder"
+
     def __init__(self, config: LightFormerConfig):
         config = copy.deepcopy(config)
         config.is_encoder_decoder = False

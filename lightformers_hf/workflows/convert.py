@@ -58,7 +58,7 @@ def plan(
 
     Args:
         model: a checkpoint folder, a name on the Hub, or a loaded model.
-        tokenizer: that of a loaded model.
+        tokenizer: that of a loaded model; without text (`calibration`, `vocabulary`) it may be missing.
         ratio, rank, …, device: see `CompressionOptions`.
         progress: show a progress bar.
         study: switches for experiments.
@@ -119,7 +119,7 @@ def convert(
     Args:
         model: a checkpoint folder, a name on the Hub, or a loaded model.
         output: the folder to write. `None`: return the compressed model.
-        tokenizer: that of a loaded model.
+        tokenizer: that of a loaded model; without text (`calibration`, `vocabulary`) it may be missing.
         ratio, rank, …, device: see `CompressionOptions`.
         push_to_hub: push the complete folder to the Hub under this name, in one commit.
         private: make the repository private.

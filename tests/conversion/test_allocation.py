@@ -167,6 +167,13 @@ def test_what_the_user_settles_has_the_usual_form_alone(tmp_path):
         assert bool(others) == (not settled and any(".fc" in name for name in names))
 
 
+def test_a_pattern_may_settle_every_matrix(tmp_path):
+    make_teacher("marian", tmp_path)
+    given = {"encoder.*": "dense", "decoder.*": "dense", "shared": 4}
+    report = plan(tmp_path, ratio=2, pattern=given, progress=False)
+    assert [(matrix.name, matrix.rank) for matrix in report.smaller] == [("shared", 4)]
+
+
 @pytest.mark.parametrize(
     ("options", "weighed"),
     [

@@ -164,6 +164,8 @@ def test_one_vocabulary_has_one_size(variant, head, tmp_path):
     model = build(AutoConfig.from_pretrained(tmp_path)).eval()
     assert model.get_output_embeddings().weight.shape[0] == model.config.decoder_vocab_size == 50
     config.vocab_size = 50
+    assert config.decoder_vocab_size == 50
+    config.decoder_vocab_size = 40
     with pytest.raises(ValueError, match="decoder_vocab_size is 40 and vocab_size 50: set both equal"):
         build(config)
 
