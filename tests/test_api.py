@@ -120,10 +120,10 @@ def test_a_loaded_model_becomes_a_compressed_one(loaded, tiny_marian, tmp_path):
     assert str(tmp_path) not in json.dumps(report.to_dict())
 
 
-def test_what_is_wrong_with_loaded_models_is_said(loaded, tiny_marian, tmp_path):
+def test_what_is_wrong_with_loaded_models_is_said(workplace, loaded, tiny_marian, tmp_path):
     model, tokenizer = loaded
     for message, call in {
-        "tokenizer is missing: give tokenizer": lambda: lf.convert(model, calibration="train.jsonl", **FAST),
+        "tokenizer is missing: give tokenizer": lambda: lf.convert(model, calibration="train.jsonl"),
         "model is loaded, but tokenizer is missing": lambda: lf.export(model, tmp_path / "new", to="onnx"),
         "tokenizer is a PosixPath: give": lambda: lf.plan(model, tokenizer=tiny_marian, **FAST),
         "model is a list": lambda: lf.recover([model], tmp_path / "new", tokenizer=tokenizer, teacher=tiny_marian),

@@ -171,7 +171,7 @@ def test_a_pattern_may_settle_every_matrix(tmp_path):
     make_teacher("marian", tmp_path)
     given = {"encoder.*": "dense", "decoder.*": "dense", "shared": 4}
     report = plan(tmp_path, ratio=2, pattern=given, progress=False)
-    assert [(matrix.name, matrix.rank) for matrix in report.smaller] == [("shared", 4)]
+    assert [(matrix.name, matrix.setting) for matrix in report.smaller] == [("shared", "rank 4")]
 
 
 @pytest.mark.parametrize(
