@@ -681,7 +681,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def raise_unless_damaged(error: Exception, name: str | os.PathLike) -> None:
     """Raise an error whose cause is not the content of a file: exhausted memory, or a missing library."""
     if is_out_of_memory(error):
-        raise MemoryError(f"{name} does not fit into the memory: {error}") from error
+        raise error
     if isinstance(error, ImportError):
         raise ValueError(f"{name} cannot be loaded, because a library is missing: {error}") from error
 
