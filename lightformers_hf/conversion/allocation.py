@@ -18,6 +18,9 @@ from .workers import Step, map_in_threads
 
 # Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
+# Predicted costs are right within about this factor.
+LIKELY = 2.0
+AUTO = "auto"  # the candidate that mixes all forms
 K = TypeVar("K")
 Result = TypeVar("Result")
 # Choices of one slot of an alternative: forms for the same matrices, of which one is chosen.
@@ -122,21 +125,54 @@ class Choice:
 
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
-) -> list[Choice]:
-    """The sites in the forms that are chosen, largest first, with the setting of each."""
+) -> dict[str, list[Choice]]:
+    """{candidate: the sites in the forms that are chosen, largest first, with the setting of each}.
+
+    The first candidate mixes all forms by their predicted costs. The others have one form wherever it is possible, if
+    their predicted cost is at most `LIKELY` times that of the first: predictions are as far as that from the truth.
+    """
     policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
         sites = sort_by_size(first_sites(units))
         costs = weigh([site for site in sites if site.waits(policy)], originals)
-        return [Choice(site, site.follow(policy, costs.get(site)), costs.get(site)) for site in sites]
+        return {AUTO: [Choice(site, site.follow(policy, costs.get(site)), costs.get(site)) for site in sites]}
     given, free = split_units(units, policy)
     offered = sort_by_size([site for unit in free for alternative in unit for slot in alternative for site in slot])
     costs = weigh([*filter(lambda site: site.waits(policy), given), *offered], originals)
     fixed = {site: site.follow(policy, costs.get(site)) for site in given}
     available, _ = find_budget(originals, options, fixed, free)
-    slots = [[[{site: costs[site] for site in slot} for slot in slots] for slots in unit] for unit in free]
-    settings = fixed | allocate(slots, available)
-    return [Choice(site, settings[site], costs.get(site)) for site in sort_by_size(list(settings))]
+    found: dict[str, dict[Form, Setting]] = {}
+    cheapest = torch.inf
+    for method in (AUTO, *dict.fromkeys(form.method for form in all_forms())):
+        offers = [keep_form(unit, method) for unit in free]
+        slots = [[[{site: costs[site] for site in slot} for slot in slots] for slots in unit] for unit in offers]
+        try:
+            settings = allocate(slots, available)
+        except ValueError:
+            if method == AUTO:
+                raise
+            continue  # this form alone does not become so small
+        predicted = sum(costs[site].cost_of(setting) for site, setting in settings.items())
+        cheapest = min(cheapest, predicted)
+        if settings not in found.values() and predicted <= LIKELY * cheapest:
+            found[method] = settings
+    return {
+        method: [Choice(site, setting, costs.get(site)) for site, setting in sort_settings(fixed | settings)]
+        for method, settings in found.items()
+    }
+
+
+def sort_settings(settings: Mapping[Form, Setting]) -> list[tuple[Form, Setting]]:
+    """Return sites and settings, largest site first."""
+    return [(site, settings[site]) for site in sort_by_size(list(settings))]
+
+
+def keep_form(unit: Unit, method: str) -> Unit:
+    """Return a unit with the forms of one method alone, if these decide over all its matrices."""
+    if method == AUTO:
+        return unit
+    alternatives = [[[site for site in slot if site.method == method] for slot in slots] for slots in unit]
+    return [slots for slots in alternatives if all(slots)] or unit
 
 
 def weigh(sites: Sequence[Form], originals: Originals) -> dict[Form, Choices]:

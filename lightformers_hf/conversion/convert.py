@@ -22,12 +22,12 @@ from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
-from .allocation import Choice, check_choices, choose, find_errors, find_units, work_on_sites
+from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import model_card
 from .forms import Form, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
-from .refit import bridge, can_refit, find_refitted, predict_tokens, refit, share_of_equal
+from .refit import bridge, can_refit, compare, find_refitted, refit
 from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
 from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
@@ -67,6 +67,21 @@ class Measured:
     sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
 
 
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to make the model smaller, and how near it comes to its teacher."""
+
+    chosen: Sequence[Choice]
+    model: PreTrainedModel
+    errors: Mapping[Form, float]
+    agreement: Agreement | None
+
+    @property
+    def divergence(self) -> float:
+        """KL divergence from the teacher's predictions in nats a token, 0 where it is not known."""
+        return self.agreement.divergence if self.agreement else 0.0
+
+
 def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptions | None, *, dry: bool) -> Compressed:
     """Choose the form of every site of a teacher, and make the smaller model, unless the run is `dry`."""
     asked_study, study = study, resolve_study(options, study)
@@ -90,19 +105,17 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     if "weight" in steps or ("bridge" in steps and not dry):
         measured = measure(whole, teacher, options, study, removed, bridges="bridge" in steps, device=device)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
-    chosen = choose(units, originals, options, study)
-    # Without a refit, errors whose costs are not known are those of the values that are made.
-    refits = "refit" in steps
-    errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
-    refits = refits and any(errors.values())
-    fields: dict[str, object] = {}
-    for form in all_forms():
-        fields |= form.fields(matrix_sizes(chosen, form), dense)
-    model = skeleton(type(teacher.model), type(dense.config)(**{**dense.config.to_dict(), **fields}))
-    agreement = None
-    if not dry:
-        made, agreement = fit(model, chosen, originals, measured, refits=refits)
-        errors = made | errors
+    candidates = choose(units, originals, options, study)
+    if dry or not measured.held_out:  # nothing shows how well they do on other text
+        candidates = {AUTO: candidates[AUTO]}
+    best: Candidate | None = None
+    for method, chosen in candidates.items():
+        found = make(chosen, originals, measured, refits="refit" in steps, dry=dry)
+        if len(candidates) > 1 and shows_progress():
+            tqdm.write(f"{method}: {found.divergence:.4f} nats from the teacher", file=sys.stderr)
+        if best is None or found.divergence < best.divergence:
+            best = found
+    chosen, model, agreement = best.chosen, best.model, best.agreement
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
         model,
@@ -110,12 +123,30 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         asked_study,
         calibration=(options.calibration or OWN_TEXT) if steps - {"refit"} else None,
         trimmed=whole,
-        matrices=report_matrices(chosen, errors, model, dense),
+        matrices=report_matrices(chosen, best.errors, model, dense),
         calibrated_on=measured.sentences,
         agreement=agreement,
         processor=describe_work(device),
     )
     return Compressed(teacher, model, report)
+
+
+def make(
+    chosen: Sequence[Choice], originals: Originals, measured: Measured, *, refits: bool, dry: bool
+) -> Candidate:
+    """Make the smaller model of one candidate; of a `dry` run its skeleton."""
+    # Without a refit, errors whose costs are not known are those of the values that are made.
+    errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
+    fields: dict[str, object] = {}
+    dense = originals.dense
+    for form in all_forms():
+        fields |= form.fields(matrix_sizes(chosen, form), dense)
+    model = skeleton(type(originals.teacher.model), type(dense.config)(**{**dense.config.to_dict(), **fields}))
+    agreement = None
+    if not dry:
+        made, agreement = fit(model, chosen, originals, measured, refits=refits and any(errors.values()))
+        errors = made | errors
+    return Candidate(chosen, model, errors, agreement)
 
 
 def find_steps(
@@ -270,10 +301,9 @@ def fit(
     if refits:
         teacher = measured.teacher
         refit(student, measured.whole, teacher.layers, measured.calibration, coordinates)
-    predicted, expected = (predict_tokens(model, measured.compared) for model in (student, measured.whole))
-    share, tokens = share_of_equal(predicted, expected)
+    agreement = compare(student, measured.whole, measured.compared)
     complete(student.to("cpu"), {})
-    return errors, Agreement(share=share, tokens=tokens, held_out=measured.held_out)
+    return errors, replace(agreement, held_out=measured.held_out)
 
 
 def finish(result: Compressed, name: str) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from ..processors import give_back_memory
 from .forms import Form, all_forms, change_outputs
 from .moments import GRADIENT_DAMPING, ROOM, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
+from .report import Agreement
 from .sensitivity import (
     LOGIT_ROWS,
     SHRINKAGE,
@@ -540,17 +541,18 @@ def _probabilities(
 
 
 @torch.no_grad()
-def predict_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Tensor]:
-    """Return the likeliest token after every target prefix of each batch."""
-    predicted = []
-    with cast_weights(model), fast_products(model.device):
+def compare(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Agreement:
+    """Compare the predictions of two models after every target prefix of some batches."""
+    equal, tokens, divergence = 0, 0, 0.0
+    with cast_weights(student), cast_weights(teacher), fast_products(teacher.device):
         for batch in batches:
-            rows = target_states(model, batch).split(LOGIT_ROWS)
-            predicted.append(torch.cat([model.logits_of(part).argmax(-1) for part in rows]).cpu())
-    return predicted
-
-
-def share_of_equal(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, int]:
-    """Return the share of equal tokens, and the number of tokens."""
-    equal, tokens = (torch.cat(each) for each in (predicted, expected))
-    return (equal == tokens).float().mean().item(), len(tokens)
+            states = [target_states(model, batch).split(LOGIT_ROWS) for model in (student, teacher)]
+            for found, expected in zip(*states, strict=True):
+                predicted, wanted = student.logits_of(found), teacher.logits_of(expected)
+                equal += int((predicted.argmax(-1) == wanted.argmax(-1)).sum())
+                tokens += len(found)
+                log_q, log_p = (logits.float().log_softmax(-1) for logits in (predicted, wanted))
+                # Where tokens are forbidden both are minus infinity.
+                terms = torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0)
+                divergence += terms.sum().double().item()
+    return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=divergence / tokens)

@@ -81,10 +81,12 @@ class Agreement:
     share: float  # share of the result, from 0 to 1
     tokens: int  # the number of target tokens
     held_out: bool  # whether the text was held out of the calibration; short texts are not
+    divergence: float | None = None  # KL divergence from the teacher's predictions, nats a token; not in older reports
 
     def __str__(self) -> str:
         text = "held-out tokens" if self.held_out else "tokens of the calibration text"
-        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}"
+        nats = "" if self.divergence is None else f", at a KL divergence of {self.divergence:.2g} nats"
+        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}{nats}"
 
 
 @dataclass(frozen=True)

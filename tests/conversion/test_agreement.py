@@ -16,7 +16,7 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import sensitivity as calibration
 from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
-from lightformers_hf.conversion.refit import predict_tokens, share_of_equal
+from lightformers_hf.conversion.refit import compare
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
 
 FACTS = ModelFacts(architecture="lightformer", auto_class="AutoModelForSeq2SeqLM", parameters=60, bytes=240)
@@ -125,6 +125,17 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     assert report.agreement.held_out
 
 
+def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(sure_teacher, tmp_path):
+    folder, data, _ = sure_teacher
+    options = {"ratio": 3, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
+    found = {
+        method: convert(folder, tmp_path / method, method=method, progress=False, **options).agreement.divergence
+        for method in ("auto", "low-rank", "narrow")
+    }
+    assert found["auto"] <= min(found.values()) * 1.001
+    assert found["low-rank"] != found["narrow"]
+
+
 def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
     """As transformers' models find it from whole batches, whatever batches the text is cut into."""
     folder, _, batch = sure_teacher
@@ -133,11 +144,15 @@ def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
     batch = batch | {"decoder_input_ids": torch.cat([start, labels[:, :-1].where(labels[:, :-1] >= 0, PAD)], dim=1)}
     loaded = [AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (folder, tmp_path / "light")]
     with torch.no_grad():
-        likeliest = [model(**batch).logits.argmax(-1)[labels >= 0] for model in loaded]
+        logits = [model(**batch).logits[labels >= 0] for model in loaded]
+    likeliest = [each.argmax(-1) for each in logits]
+    log_p, log_q = (each.double().log_softmax(-1) for each in logits)
     parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(50), slice(50, None))]
     models = [read(path).model for path in (folder, tmp_path / "light")]
-    share, tokens = share_of_equal(*(predict_tokens(model, parts) for model in models))
+    found = compare(models[1], models[0], parts)
+    share, tokens = found.share, found.tokens
     assert tokens == len(likeliest[0])
+    assert found.divergence == pytest.approx((log_p.exp() * (log_p - log_q)).sum().item() / tokens, rel=0.02)
     assert share == pytest.approx((likeliest[0] == likeliest[1]).double().mean().item(), abs=2 / tokens)
     assert 0.05 < share < 0.95
 

@@ -42,9 +42,13 @@ class Choices:
         value, index = (self.costs + price * self.sizes).min(0)
         return value.item(), int(index)
 
+    def cost_of(self, setting: Setting) -> float:
+        """Return the cost of one of the settings."""
+        return self.costs[self.settings.index(setting)].item()
+
     def relative_error(self, setting: Setting) -> float:
         """Norm of the error at a setting, divided by that of the matrices (0 for matrices of zeros)."""
-        cost = self.costs[self.settings.index(setting)].item()
+        cost = self.cost_of(setting)
         return min(max(cost / self.whole, 0.0), 1.0) ** 0.5 if self.whole > 0 else 0.0
 
 
