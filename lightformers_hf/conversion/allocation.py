@@ -18,8 +18,8 @@ from .workers import Step, map_in_threads
 
 # Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
-# Predicted costs are right within about this factor.
-LIKELY = 2.0
+# A form alone is tried if its predicted cost is at most so many times that of the mixture.
+LIKELY = 1.25
 AUTO = "auto"  # the candidate that mixes all forms
 K = TypeVar("K")
 Result = TypeVar("Result")
@@ -129,7 +129,7 @@ def choose(
     """{candidate: the sites in the forms that are chosen, largest first, with the setting of each}.
 
     The first candidate mixes all forms by their predicted costs. The others have one form wherever it is possible, if
-    their predicted cost is at most `LIKELY` times that of the first: predictions are as far as that from the truth.
+    their predicted cost is at most `LIKELY` times that of the first, because predictions are sometimes wrong.
     """
     policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):

@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGe
 
 from lightformers_hf import convert
 from lightformers_hf.checkpoints.teacher import read
+from lightformers_hf.conversion import allocation
 from lightformers_hf.conversion import sensitivity as calibration
 from lightformers_hf.conversion.calibration_text import hold_out
 from lightformers_hf.conversion.card import model_card
@@ -125,8 +126,9 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     assert report.agreement.held_out
 
 
-def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(sure_teacher, tmp_path):
+def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(sure_teacher, tmp_path, monkeypatch):
     folder, data, _ = sure_teacher
+    monkeypatch.setattr(allocation, "LIKELY", 100.0)  # all forms are tried
     options = {"ratio": 3, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
     found = {
         method: convert(folder, tmp_path / method, method=method, progress=False, **options).agreement.divergence
