@@ -69,8 +69,9 @@ class CompressionOptions:
             stack. The decoder takes most of the time. `None` keeps all layers.
         encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
         method: `low-rank`, low-rank factors for each matrix; `narrow`, narrower heads and fewer neurons; `auto`, the
-            better of both for each part, or one of both for all parts if that is nearer to the teacher. `paper` is plain truncated SVD of every matrix alone (Eq. 11), the ratio for
-            each (Eq. 12). Matrices of a group are truncated layer by layer, then merged to one of their rank.
+            better of both for each part, or one of both for all parts if that is nearer to the teacher. `paper` is
+            plain truncated SVD of every matrix alone (Eq. 11), the ratio for each (Eq. 12). Matrices of a group are
+            truncated layer by layer, then merged to one of their rank.
         calibration: text on which the sensitivity of the loss is measured, never the test set: a file or a data set on
             the Hub. Sentence pairs, see `load_parallel`; or source text alone (a .txt file with one text per line, or
             one column), which the teacher translates. `None`: self-generated text. Other models than
