@@ -71,7 +71,7 @@ class Measured:
 class Candidate:
     """One way to make the model smaller, and how near it comes to its teacher."""
 
-    chosen: Sequence[Choice]
+    chosen: list[Choice]
     model: PreTrainedModel
     errors: Mapping[Form, float]
     agreement: Agreement | None
