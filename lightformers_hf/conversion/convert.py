@@ -131,7 +131,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     return Compressed(teacher, model, report)
 
 
-def make(chosen: Sequence[Choice], originals: Originals, measured: Measured, *, refits: bool, dry: bool) -> Candidate:
+def make(chosen: list[Choice], originals: Originals, measured: Measured, *, refits: bool, dry: bool) -> Candidate:
     """Make the smaller model of one candidate; of a `dry` run its skeleton."""
     # Without a refit, errors whose costs are not known are those of the values that are made.
     errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
