@@ -10,6 +10,8 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from .options import OptionError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -143,9 +145,12 @@ def choose_prefix(
         return prefix
     known = ", ".join(prefixes)
     if source or target:
-        raise ValueError(
-            f"source_lang and target_lang are {source!r} and {target!r}, for which {name} has no prefix; it has those "
-            f"of {known}. Give the languages of one of them, or a prefix that ends with a space: 'en=translate it: '"
+        raise OptionError(
+            "source_lang",
+            " and ",
+            "target_lang",
+            f" are {source!r} and {target!r}, for which {name} has no prefix; it has those "
+            f"of {known}. Give the languages of one of them, or a prefix that ends with a space: 'en=translate it: '",
         )
     if len(prefixes) == 1:
         return next(iter(prefixes.values()))
@@ -197,10 +202,13 @@ def set_language_codes(
         if code_prefix(tokenizer, target):
             target, source = own[1], source if columns else split_language(source)[1]
         elif explicit:
-            raise ValueError(
-                f"source_lang and target_lang are {source!r} and {target!r}, but codes go with a multilingual "
+            raise OptionError(
+                "source_lang",
+                " and ",
+                "target_lang",
+                f" are {source!r} and {target!r}, but codes go with a multilingual "
                 "tokenizer only: give columns alone, or before = that of the source and behind it a prefix that ends "
-                "with a space"
+                "with a space",
             )
         if not columns and all(own) and [source or own[0], target or own[1]] != own:
             goals = ", ".join(code.strip("<>") for code in getattr(tokenizer, "supported_language_codes", ()))
@@ -216,12 +224,13 @@ def set_language_codes(
         return None
     for name, code in codes.items():
         if code is None:
-            raise ValueError(f"{name} is missing: the codes of a multilingual tokenizer's languages go together")
+            raise OptionError(name, " is missing: the codes of a multilingual tokenizer's languages go together")
         if code not in known:
             near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]][:5]
-            raise ValueError(
-                f"{name} is {code!r}, which {tokenizer.name_or_path} does not support; there is "
-                f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)"
+            raise OptionError(
+                name,
+                f" is {code!r}, which {tokenizer.name_or_path} does not support; there is "
+                f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)",
             )
     tokenizer.src_lang, tokenizer.tgt_lang = codes["source_lang"], codes["target_lang"]
     return first_token(tokenizer)

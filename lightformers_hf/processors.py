@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .options import OptionError
+
 # Instructions that multiply bfloat16, fastest first (x86: AMX, AVX-512; ARM: bf16), and the values of
 # ONEDNN_MAX_CPU_ISA that keep oneDNN from using each.
 _OLDER = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -46,8 +48,8 @@ def check_device(name: str | torch.device) -> torch.device:
         torch.ones(1, device=device).sum().item()
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"device is {str(name)!r}, which can't be used here ({reason}): give cpu, or one there is"
+        raise OptionError(
+            "device", f" is {str(name)!r}, which can't be used here ({reason}): give cpu, or one there is"
         ) from None
     return device
 

@@ -14,9 +14,19 @@ from typing import Any
 import click
 
 from .. import __version__
+from ..arguments import (
+    CompressArguments,
+    ConvertArguments,
+    DeploymentOptions,
+    PlanArguments,
+    RecoverArguments,
+    TrainingOptions,
+)
+from ..conversion.options import CompressionOptions
 from ..engines import ARGOS, ENGINES, check_engine_name, deployment_names, split_deployment
 from ..files import check_file, check_folder, check_output, write_whole
-from .framework import (
+from .framework import Answer, Group, check_installed, command
+from .parameters import (
     AT_LEAST_ONE,
     BATCH_SIZE,
     CHECKPOINT,
@@ -29,82 +39,32 @@ from .framework import (
     MAX_SAMPLES,
     METRIC,
     MODEL,
-    NAME,
     NUM_BEAMS,
     OUTPUT,
     OVERWRITE,
     PLACE,
     SEED,
     SPLIT,
-    Answer,
     Argument,
-    Group,
-    check_installed,
-    check_open,
-    command,
-    compression_options,
-    end_on_sigterm,
     given,
     join_names,
-    open_streams,
     option,
+    parameters_of,
     pop_languages,
     read_options,
-    section,
-    without_proxies,
 )
+from .streams import check_open, end_on_sigterm, open_streams, without_proxies
 
-PUSH = (
-    option("--push-to-hub", metavar="NAME", help="Push the complete folder to the Hub: you/model."),
-    option("--private", is_flag=True, help="Make that repository private."),
-)
-TRAINING = (
-    option(
-        "--data",
-        type=DATA,
-        help="Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name. Default: random "
-        "tokens, which it translates, too.",
-    ),
-    option("--validation", type=DATA, help="Pairs to choose the best model by. Default: a part of --data."),
-    option(
-        "--minutes",
-        type=click.FloatRange(min=0, min_open=True),
-        default=30.0,
-        metavar="M",
-        help="Time to measure, translate and train.",
-    ),
-    option(
-        "--translations/--no-translations",
-        default=None,
-        help="Train on the teacher's translations, too. Default: if that improves the result.",
-    ),
-    METRIC,
-    option("--report-to", multiple=True, help="Log to tensorboard, trackio, wandb, …. Repeatable."),
-    option("--seed", type=SEED, default=0, help="Seed of everything that is random."),
-    option("--skip-bad-lines", is_flag=True, help="Skip damaged lines of --data, and count them."),
-)
+NAME = "lightformers"
 TO: dict[str, Any] = {"values": ENGINES, "help": f"Engine: {join_names(ENGINES)}."}
 EXPORT_TO: dict[str, Any] = {
     "values": (*ENGINES, ARGOS),
     "help": f"Engine: {join_names(ENGINES)}; or {ARGOS}: CTranslate2 and a package for Argos Translate.",
 }
-DEPLOYMENT = (
-    option(
-        "--quantization",
-        values=("int8", "int4", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
-        help="float32, int8, int4 (--to onnx), or another type of numbers that the engine has. Default: int8; "
-        "`export --to onnx` also writes float32 and float16.",
-    ),
-    option(
-        "--shortlist",
-        type=DATA,
-        metavar="PATH",
-        help="Text, parallel or sources alone. The engine then computes only tokens that match the source's.",
-    ),
-)
+DEPLOYMENT = tuple(parameters_of(DeploymentOptions, names=("quantization", "shortlist")))
 
 
-@command(MODEL, *compression_options().values())
+@command(*parameters_of(PlanArguments))
 def plan(model: str, **options: Any) -> Answer:
     """Show the plan of `convert` for every matrix: rank, parameters, energy kept, error. Writes nothing.
 
@@ -116,7 +76,7 @@ def plan(model: str, **options: Any) -> Answer:
     return Answer.of(run(model, **found))
 
 
-@command(MODEL, OUTPUT, *compression_options().values(), *PUSH, OVERWRITE)
+@command(*parameters_of(ConvertArguments))
 def convert(model: str, output: Path, overwrite: bool, private: bool, **options: Any) -> Answer:
     """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or LightFormer checkpoint.
 
@@ -138,16 +98,7 @@ def convert(model: str, output: Path, overwrite: bool, private: bool, **options:
     return Answer.of(report, *lines, output=str(output))
 
 
-@command(
-    Argument("model", type=CHECKPOINT, about="Folder or Hub name of the compressed checkpoint."),
-    OUTPUT,
-    option("--teacher", type=CHECKPOINT, required=True, help="The checkpoint that it was made from."),
-    *TRAINING,
-    option("--exclude", type=DATA, help="Pairs whose sources are not trained on, as those of a test."),
-    *LANGUAGES,
-    option("--device", metavar="cpu", help="Where to train: cpu. Default: an accelerator, if there is one."),
-    option("--overwrite", is_flag=True, help="Start over in the folder of an earlier recovery."),
-)
+@command(*parameters_of(RecoverArguments))
 def recover(model: str, output: Path, **options: Any) -> Answer:
     """Recover the quality of a compressed model: train it with its teacher for so many minutes.
 
@@ -159,7 +110,7 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
     """
     from ..workflows.recover import recover as run
 
-    return Answer.of(run(model, output, **options), f"Written to {output}.")
+    return Answer.of(run(model, output, **given(**options)), f"Written to {output}.")
 
 
 @command(
@@ -191,22 +142,10 @@ def distill(teacher: str, data: str, output: Path, **options: Any) -> Answer:
     return Answer.of(run(teacher, data, output, **options), f"Written to {output}.")
 
 
-CONVERSION = compression_options(
-    calibration="Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: a part of --data."
-)
+HEADINGS = {"Data and training": TrainingOptions, "Conversion": CompressionOptions, "Deployment": DeploymentOptions}
 
 
-@command(
-    Argument("model", type=CHECKPOINT, about="Folder or Hub name of the trained checkpoint."),
-    Argument("output", type=FILE, about="The folder for everything that is made."),
-    *section("Data and training", TRAINING),
-    *section("Conversion", [one for name, one in CONVERSION.items() if name != "device"]),
-    *section("Deployment", [option("--to", default="ctranslate2", **TO), *DEPLOYMENT]),
-    option("--test", type=DATA, help="Pairs for the last measurement. Default: a part of --data, if pairs."),
-    option("--device", metavar="cpu", help="Where to convert, train and score. Default: cpu, then an accelerator."),
-    *PUSH,
-    option("--overwrite", is_flag=True, help="Start over in the folder of an earlier compression."),
-)
+@command(*parameters_of(CompressArguments, HEADINGS))
 def compress(model: str, output: Path, **options: Any) -> Answer:
     """Make a trained model small and ready to deploy: convert, recover, evaluate, export and report in one call.
 

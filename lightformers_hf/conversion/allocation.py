@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ..loading import stored_tensors, tensor_bytes
+from ..options import OptionError
 from .forms import Choices, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, missing_unit, read_quantity
 from .rules import RankPolicy, Ratio
@@ -45,13 +46,13 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     methods = dict.fromkeys(form.method for form in forms)
     for option in ("attention_method", "ffn_method"):
         if (asked := getattr(study, option)) is not None and asked not in methods:
-            raise ValueError(f"{option} is {asked!r}, expected one of {', '.join(methods)}")
+            raise OptionError(option, f" is {asked!r}, expected one of {', '.join(methods)}")
     sites = {form: form.sites(dense) for form in forms}
     names = [short_name(name) for name in sites[forms[0]]]
     if unused := policy.unused_patterns(names):
-        raise ValueError(
-            f"pattern {unused[0]!r} matches no matrix of this model; its matrices have names like "
-            f"{', '.join(names[:4])}"
+        raise OptionError(
+            "pattern",
+            f" {unused[0]!r} matches no matrix of this model; its matrices have names like {', '.join(names[:4])}",
         )
     sources = {name: originals.own_module(name) for name in sites[forms[0]]}
 
@@ -274,14 +275,15 @@ def find_budget(
         left, hint = f"{besides + fewest:,.0f} parameters", ""
         if name == "size":
             left, hint = f"{(besides + fewest) * itemsize + overhead:,.0f} bytes", missing_unit(asked)
-        raise ValueError(
-            f"{name} is {asked}, which cannot be met: with everything at its smallest {left} are left"
-            + (f"; {hint}" if hint else "")
+        raise OptionError(
+            name,
+            f" is {asked}, which cannot be met: with everything at its smallest {left} are left"
+            + (f"; {hint}" if hint else ""),
         )
     held = dense.num_parameters() if name == "params" else tensor_bytes(dense)
     if name != "ratio" and read_quantity(name, asked) >= held:
         has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
-        raise ValueError(f"{name} is {asked}, and {originals.teacher.name} has {has} already: give less than that")
+        raise OptionError(name, f" is {asked}, and {originals.teacher.name} has {has} already: give less than that")
     return available, max(0.0, 1 - available / whole) if whole else 0.0
 
 

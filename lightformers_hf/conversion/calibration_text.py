@@ -30,6 +30,7 @@ from ..checkpoints.teacher import Teacher
 from ..corpus import Corpus
 from ..languages import add_prefix, find_prefixes
 from ..loading import position_limit
+from ..options import OptionError
 from ..text import tokenize_pairs
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch, cut_batches
@@ -63,9 +64,13 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
         return None
     tokenizer = teacher.need_tokenizer()
     if getattr(tokenizer, "tgt_lang", "") is None:
-        raise ValueError(
-            f"{teacher.name} translates between many languages: give source_lang and target_lang, columns of the "
-            "calibration text with the tokenizer's codes: de=de_DE and en=en_XX"
+        raise OptionError(
+            "",
+            f"{teacher.name} translates between many languages: give ",
+            "source_lang",
+            " and ",
+            "target_lang",
+            ", columns of the calibration text with the tokenizer's codes: de=de_DE and en=en_XX",
         )
     return sample_pairs(teacher.config, tokenizer, options, study)
 

@@ -20,6 +20,7 @@ from ..files import CARD_FILE
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
+from ..options import OptionError
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
 from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
@@ -165,13 +166,16 @@ def find_steps(
         steps.add("refit")
     if not steps and (needed := needs_calibration(options, study)) is not None:
         if not is_seq2seq:
-            raise ValueError(
-                f"{needed} needs calibration, which is for sequence-to-sequence models; "
-                f"{teacher.name} is a {type(teacher.model).__name__}"
+            raise OptionError(
+                needed,
+                " needs calibration, which is for sequence-to-sequence models; "
+                f"{teacher.name} is a {type(teacher.model).__name__}",
             )
-        raise ValueError(
-            f"{needed} is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
-            f"give a ratio, a rank or a size, too, or remove {needed}"
+        raise OptionError(
+            needed,
+            " is given, but no matrix gets smaller and no layer is merged or removed, which needs text: "
+            "give a ratio, a rank or a size, too, or remove ",
+            needed,
         )
     return frozenset(steps)
 

@@ -3,16 +3,15 @@
 Importing this file imports neither torch nor transformers: the command line reads its options here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from ..languages import split_language
+from ..options import Help, OptionError, join_options
 from ..text import data_name
 from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankShare, Ratio
 
@@ -42,74 +41,132 @@ STUDY_CHOICES: dict[str, tuple[str | None, ...]] = {
 QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompressionOptions:
     """Options of a compression. At most one of ratio, rank, energy, params and size is set.
 
     With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only the
     patterns apply. So it is with a ratio of 1 beside them.
 
-    Attributes:
-        ratio: p of Eq. 12, dense parameters / kept parameters of the matrices together; above 1.
-        rank: r of each matrix: `64`, or `"25%"` of its singular values, ⌊min(m, n) / 4⌋ (LightFormer, §3.3).
-        energy: share of the squared singular values that each matrix keeps, in (0, 1].
-        params: unique parameters of the result at most: `20M`.
-        size: bytes of the result's weights at most: `40MB`.
-        languages: codes that stay in the vocabulary of a multilingual checkpoint, a list or `deu_Latn,eng_Latn`; with
-            those of source and target. `None`: all.
-        vocabulary: text whose tokens stay: files of data or of lines, or data sets on the Hub. Special tokens, single
-            characters and bytes stay too, so that every text can still be written. `None` keeps all tokens.
-        vocabulary_size: tokens of each side at most, the most frequent ones of that text. `None`: all of them.
-        pattern: a kind of matrices (`embedding`, `attention`, `ffn`), or a regular expression for the end of a
-            module's name → `64` (rank), `4x` (ratio), `90%` (energy) or `dense`. An int is a rank, `None` is dense. A
-            pattern has priority over the general option, a name over a kind, and the first matching name over later
-            ones.
-        encoder_layers, decoder_layers: number of layers that are kept, evenly spread and including the last. The
-            others are removed first, and the kept ones are refitted by least squares to the outputs of the whole
-            stack. The decoder takes most of the time. `None` keeps all layers.
-        encoder_groups, decoder_groups: N, number of stored layers; `None` keeps the sharing of the source.
-        method: `low-rank`, low-rank factors for each matrix; `narrow`, narrower heads and fewer neurons; `auto`, the
-            better of both for each part, or one of both for all parts if that is nearer to the teacher. `paper` is
-            plain truncated SVD of every matrix alone (Eq. 11), the ratio for each (Eq. 12). Matrices of a group are
-            truncated layer by layer, then merged to one of their rank.
-        calibration: text on which the sensitivity of the loss is measured, never the test set: a file or a data set on
-            the Hub. Sentence pairs, see `load_parallel`; or source text alone (a .txt file with one text per line, or
-            one column), which the teacher translates. `None`: self-generated text. Other models than
-            sequence-to-sequence models use no calibration.
-        calibration_samples: number of pairs that are drawn. `None` means 1000, or more short pairs, until each side
-            has 64 tokens per feature of d_model or 32,768 tokens. Self-generated texts are 256, and up to 1024 for
-            teachers below 20M parameters.
-        source_lang, target_lang: a column of the data, or a language inside its column `translation`. For a
-            multilingual checkpoint (mBART-50, M2M100, NLLB) also the language code of the tokenizer, which the result
-            keeps. Write `COLUMN=CODE` (`de=de_DE`) if they differ. `None`: the languages of the tokenizer. A task
-            prefix follows the column, with a space at the end: `de=translate German to English: ` for T5, unless its
-            configuration has a prefix for the two languages.
-        device: where the model runs and matrices are decomposed: `cpu`, `cuda`, `cuda:1`, `mps`, …. A device without
-            float64 (mps) only runs the model.
-
     Raises:
         ValueError: a value is out of its range, or two of them contradict each other.
     """
 
-    ratio: float | None = None
-    rank: str | int | None = None
-    energy: float | None = None
-    params: str | None = None
-    size: str | None = None
-    languages: str | Sequence[str] | None = None
-    vocabulary: str | Sequence[str] | None = None
-    vocabulary_size: int | None = None
-    pattern: dict[str, str | int | None] | None = None
-    encoder_layers: int | None = None
-    decoder_layers: int | None = None
-    encoder_groups: int | None = None
-    decoder_groups: int | None = None
-    method: Method = "auto"
-    calibration: str | None = None
-    calibration_samples: int | None = None
-    source_lang: str | None = None
-    target_lang: str | None = None
-    device: str = "cpu"
+    ratio: Annotated[
+        float | None,
+        Help("Dense / kept parameters of the matrices. Default: 2.", "P", "p of Eq. 12, of all together; above 1."),
+    ] = None
+    params: Annotated[str | None, Help("Instead: parameters of the compressed model at most.", "20M")] = None
+    size: Annotated[str | None, Help("Instead: bytes of its weights at most.", "40MB")] = None
+    rank: Annotated[
+        str | int | None,
+        Help(
+            "Instead: singular values kept in each matrix, or a share of them: 64, 25%.",
+            "R",
+            'r of each matrix; `"25%"` is ⌊min(m, n) / 4⌋ (LightFormer, §3.3).',
+        ),
+    ] = None
+    energy: Annotated[float | None, Help("Instead: share of their squares kept in each.", "E", "In (0, 1].")] = None
+    pattern: Annotated[
+        dict[str, str | int | None] | None,
+        Help(
+            "NAME: embedding, attention, ffn, or the end of module names. CHOICE: 64 (rank), 4x (ratio), 90% (energy) "
+            "or dense. Repeatable.",
+            "NAME=CHOICE",
+            "In Python a dictionary. A name is a kind of matrices, or a regular expression. An int "
+            "is a rank, `None` is dense. A pattern has priority over the general option, a name over a kind, and the "
+            "first matching name over later ones.",
+            kind="pattern",
+        ),
+    ] = None
+    vocabulary: Annotated[
+        str | Sequence[str] | None,
+        Help(
+            "Text whose tokens stay: file, Hub name. Repeatable.",
+            "PATH",
+            "Special tokens, single characters and bytes stay too, so that every text can still be written. `None` "
+            "keeps all tokens.",
+            kind="data",
+        ),
+    ] = None
+    vocabulary_size: Annotated[
+        int | None, Help("Keep only its N most frequent tokens.", "N", "Tokens of each side at most.")
+    ] = None
+    languages: Annotated[
+        str | Sequence[str] | None,
+        Help(
+            "Codes that stay in the vocabulary. Default: all.",
+            "de_DE,en_XX",
+            "Of a multilingual checkpoint, a list or one text; with those of source and target.",
+        ),
+    ] = None
+    encoder_layers: Annotated[
+        int | None,
+        Help(
+            "Layers of the encoder to keep.",
+            "N",
+            "They are evenly spread, and include the last. The others are removed first, and the kept ones are "
+            "refitted by least squares to the outputs of the whole stack. `None` keeps all layers.",
+        ),
+    ] = None
+    decoder_layers: Annotated[int | None, Help("The same for the decoder, which costs most time.", "N")] = None
+    encoder_groups: Annotated[
+        int | None,
+        Help("Layers that are stored; the others share them.", "N", "`None` keeps the sharing of the source."),
+    ] = None
+    decoder_groups: Annotated[int | None, Help("The same for the decoder.", "N")] = None
+    method: Annotated[
+        Method,
+        Help(
+            "low-rank: factors; narrow: fewer neurons, narrower heads; paper: plain SVD. Default: auto, the better.",
+            "METHOD",
+            "`auto` takes the better of both for each part, or one for all. `paper` truncates every matrix alone (Eq. 11), with the "
+            "ratio for each (Eq. 12). Matrices of a group are "
+            "truncated layer by layer, then merged to one of their rank.",
+            values=METHODS,
+        ),
+    ] = "auto"
+    calibration: Annotated[
+        str | None,
+        Help(
+            "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: self-generated.",
+            "PATH",
+            "A file or a data set on the Hub, on which the sensitivity of the loss is measured. Sentence pairs, see "
+            "`load_parallel`; or source text alone (a .txt file with one text per line, or one column), which the "
+            "teacher translates. Other models than sequence-to-sequence models use no calibration.",
+            kind="data",
+        ),
+    ] = None
+    calibration_samples: Annotated[
+        int | None,
+        Help(
+            "How many pairs are drawn. Default: 1000 or more.",
+            "N",
+            "More short pairs are drawn, until each side has 64 tokens per feature of d_model or 32,768 tokens. "
+            "Self-generated texts are 256, and up to 1024 for teachers below 20M parameters.",
+        ),
+    ] = None
+    source_lang: Annotated[
+        str | None,
+        Help(
+            "Column; of multilingual models also the code, de or de=de_DE; T5: de='a prefix: '.",
+            "de",
+            "A column of the data, or a language inside its column `translation`. For a multilingual checkpoint "
+            "(mBART-50, M2M100, NLLB) also the language code of the tokenizer, which the result keeps. "
+            "`None`: the languages of the tokenizer. A task prefix follows the column, with a space at the "
+            "end: `de=translate German to English: ` for T5, unless its configuration has a prefix for the two "
+            "languages.",
+        ),
+    ] = None
+    target_lang: Annotated[str | None, Help("The same for the target.", "en")] = None
+    device: Annotated[
+        str,
+        Help(
+            "Where to compute: cuda, cuda:1, mps. Default: cpu.",
+            "cpu",
+            "The model runs and matrices are decomposed there. A device without float64 (mps) only runs the model.",
+        ),
+    ] = "cpu"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "languages", _as_tuple(self.languages, ","))
@@ -118,35 +175,39 @@ class CompressionOptions:
         if isinstance(self.rank, str) and self.rank.strip().isdecimal():  # as the command line has it
             object.__setattr__(self, "rank", int(self.rank))
         if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
-            raise ValueError(f"{given[0]} needs vocabulary: text in these languages, whose tokens stay")
+            raise OptionError(given[0], " needs ", "vocabulary", ": text in these languages, whose tokens stay")
         if self.vocabulary_size is not None and self.vocabulary_size < 1:
-            raise ValueError(f"vocabulary_size is {self.vocabulary_size}, expected 1 or more")
+            raise OptionError("vocabulary_size", f" is {self.vocabulary_size}, expected 1 or more")
         _check_choice("method", self.method, METHODS)
         if not isinstance(self.pattern or {}, Mapping):
-            raise ValueError(f"pattern is {self.pattern!r}, expected a dictionary: {{'ffn': '4x', 'fc1': 'dense'}}")
+            raise OptionError(
+                "pattern", f" is {self.pattern!r}, expected a dictionary: {{'ffn': '4x', 'fc1': 'dense'}}"
+            )
         if self.calibration_samples is not None and self.calibration_samples < 1:
-            raise ValueError(f"calibration_samples is {self.calibration_samples}, expected 1 or more")
+            raise OptionError("calibration_samples", f" is {self.calibration_samples}, expected 1 or more")
         if len(given := self._given(*HOW_FAR)) > 1:
-            raise ValueError(f"{' and '.join(given)} are given, expected one of them")
+            raise OptionError(*join_options(given), " are given, expected one of them")
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
         if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
-            raise ValueError(f"method is 'paper', but the paper's procedure has no {given[0]}: remove one of the two")
+            raise OptionError(
+                "method", " is 'paper', but the paper's procedure has no ", given[0], ": remove one of the two"
+            )
         kinds = self.policy.kinds  # raises an error for values out of range
         for kind in ("attention", "ffn") if self.method == "narrow" else ():
             rule = kinds.get(kind, self.policy.default)
             if not (rule is None or isinstance(rule, Ratio)):
                 name = "pattern" if kind in kinds else self._given(*HOW_FAR)[0]
-                raise ValueError(
-                    f"method is 'narrow', and how narrow is chosen by ratio, params or size: remove {name}"
+                raise OptionError(
+                    "method", " is 'narrow', and how narrow is chosen by ratio, params or size: remove ", name
                 )
         if not self._is_one_number() and (given := self._given(*OTHER_BUDGETS)):
-            raise ValueError(
-                f"{given[0]} is one budget for all matrices: in pattern give names, or kinds that stay dense"
+            raise OptionError(
+                given[0], " is one budget for all matrices: in ", "pattern", " give names, or kinds that stay dense"
             )
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> CompressionOptions:
+    def of(cls, arguments: Mapping[str, Any]) -> "CompressionOptions":
         """Return the options among the arguments of a function, which may have others."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
@@ -232,9 +293,10 @@ class StudyOptions:
         for name, allowed in STUDY_CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         if self.weighting != "loss" and not (self.allocation == "uniform" and self.refit is False):
-            raise ValueError(
-                f"weighting is {self.weighting!r}, by which errors of different matrices do not compare: it needs "
-                "allocation='uniform' and refit=False"
+            raise OptionError(
+                "weighting",
+                f" is {self.weighting!r}, by which errors of different matrices do not compare: it needs "
+                "allocation='uniform' and refit=False",
             )
 
 
@@ -243,16 +305,20 @@ def resolve_study(options: CompressionOptions, study: StudyOptions | None = None
     study = study or StudyOptions()
     switches = METHOD_SWITCHES[options.method]
     if given := [name for name, value in switches.items() if getattr(study, name) not in (None, value)]:
-        raise ValueError(f"method is {options.method!r}, which determines {given[0]}: remove one of the two")
+        raise OptionError("method", f" is {options.method!r}, which determines {given[0]}: remove one of the two")
     if options.method == "paper" and study.weighting != "loss":
-        raise ValueError(f"method is 'paper', which weights no errors; weighting is {study.weighting!r}: remove it")
+        raise OptionError(
+            "method", f" is 'paper', which weights no errors; weighting is {study.weighting!r}: remove it"
+        )
     study = replace(study, **switches)
     if not study.share_layer_norms and options.encoder_groups is None and options.decoder_groups is None:
-        raise ValueError("share_layer_norms is for layers that share: give encoder_groups or decoder_groups")
+        raise OptionError(
+            "share_layer_norms", " is for layers that share: give ", "encoder_groups", " or ", "decoder_groups"
+        )
     if study.allocation == "budget" and not options.spends_budget:
-        raise ValueError("allocation is 'budget', which needs one ratio for all kinds: give ratio alone")
+        raise OptionError("allocation", " is 'budget', which needs one ratio for all kinds: give ", "ratio", " alone")
     if study.allocation == "uniform" and options.budget in OTHER_BUDGETS:
-        raise ValueError(f"allocation is 'uniform', which needs a ratio: remove {options.budget}")
+        raise OptionError("allocation", " is 'uniform', which needs a ratio: remove ", options.budget)
     return study
 
 
@@ -271,9 +337,11 @@ def read_quantity(name: str, text: str | float) -> int:
     """`20M`, `40MB`, `1.5G`, `1kb`, `300000` → a number, whatever the case. Raises `ValueError` for other texts."""
     match = QUANTITY.fullmatch(str(text).strip())
     if match is None or not float(match[1]):
-        raise ValueError(f"{name} is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
+        raise OptionError(name, f" is {text!r}, expected a number above 0, k, M or G behind it: 20M, 40MB")
     if name == "params" and match[3]:
-        raise ValueError(f"params is {text!r}, but counts parameters, not bytes: remove the B, or give it as size")
+        raise OptionError(
+            "params", f" is {text!r}, but counts parameters, not bytes: remove the B, or give it as ", "size"
+        )
     return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
 
 
@@ -288,7 +356,7 @@ def read_rank(rank: str | int) -> RankRule:
     for rule in (FixedRank, RankShare) if not isinstance(rank, bool) else ():
         if match := re.fullmatch(rule.spelling, str(rank).strip()):
             return rule.read(*match.groups())
-    raise ValueError(f"rank is {rank!r}, expected a whole number (64) or {RankShare.example}")
+    raise OptionError("rank", f" is {rank!r}, expected a whole number (64) or {RankShare.example}")
 
 
 def read_choice(name: str, choice: str | int | None) -> RankRule | None:
@@ -300,9 +368,9 @@ def read_choice(name: str, choice: str | int | None) -> RankRule | None:
             try:
                 return rule.read(*match.groups())
             except ValueError as error:
-                raise ValueError(f"pattern {name!r} is {choice!r}: {error}") from None
+                raise OptionError("pattern", f" {name!r} is {choice!r}: {error}") from None
     examples = ", ".join(rule.example for rule in RULES)
-    raise ValueError(f"pattern {name!r} is {choice!r}, expected {examples} or dense")
+    raise OptionError("pattern", f" {name!r} is {choice!r}, expected {examples} or dense")
 
 
 def read_pattern(items: list[str]) -> Mapping[str, str]:
@@ -311,16 +379,16 @@ def read_pattern(items: list[str]) -> Mapping[str, str]:
     for item in items:
         name, separator, choice = item.rpartition("=")
         if not (separator and name):
-            raise ValueError(f"pattern is {item!r}, expected NAME=CHOICE, such as ffn=4x or fc1=dense")
+            raise OptionError("pattern", f" is {item!r}, expected NAME=CHOICE, such as ffn=4x or fc1=dense")
         if name in pattern:
-            raise ValueError(f"pattern has {name!r} twice: remove one of the two")
+            raise OptionError("pattern", f" has {name!r} twice: remove one of the two")
         pattern[name] = choice
     return pattern
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(filter(None, allowed))}")
+        raise OptionError(name, f" is {value!r}, expected one of {', '.join(filter(None, allowed))}")
 
 
 def _as_tuple(value: str | os.PathLike | Sequence[str] | None, separator: str | None) -> tuple[str, ...] | None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from ..options import OptionError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,7 +28,7 @@ def rank_for_ratio(m: int, n: int, ratio: float) -> int:
     Raises `ValueError` unless the ratio is above 1.
     """
     if not (isinstance(ratio, numbers.Real) and 1 < ratio < math.inf):
-        raise ValueError(f"ratio is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
+        raise OptionError("ratio", f" is {ratio!r}, expected a number above 1: dense parameters / kept parameters")
     return max(1, math.floor(m * n / (ratio * (m + n))))
 
 
@@ -96,7 +98,7 @@ class FixedRank(RankRule):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, numbers.Integral) and self.rank >= 1):
-            raise ValueError(f"rank is {self.rank!r}, expected a whole number, 1 or more")
+            raise OptionError("rank", f" is {self.rank!r}, expected a whole number, 1 or more")
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
@@ -146,7 +148,7 @@ class Energy(RankRule):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.energy, numbers.Real) and 0 < self.energy <= 1):
-            raise ValueError(f"energy is {self.energy!r}, expected a share above 0 and at most 1")
+            raise OptionError("energy", f" is {self.energy!r}, expected a share above 0 and at most 1")
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
@@ -168,9 +170,10 @@ class RankShare(RankRule):
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ValueError(
-                f"rank is {100 * self.share:g}%, expected a share of the singular values above 0% and at most 100%, "
-                "such as 25%"
+            raise OptionError(
+                "rank",
+                f" is {100 * self.share:g}%, expected a share of the singular values above 0% and at most 100%, "
+                "such as 25%",
             )
 
     @classmethod
@@ -202,7 +205,7 @@ class RankPolicy:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+                raise OptionError("pattern", f" {pattern!r} is not a regular expression: {error}") from None
 
     @property
     def compresses(self) -> bool:

@@ -21,6 +21,7 @@ from ..loading import skeleton, stored_tensors
 from ..matrices import Weight, bias_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..models.stack import group_layers
+from ..options import OptionError
 from .moments import INPUT_DAMPING, Metric, damped_root
 from .options import GROUPS, CompressionOptions, StudyOptions
 from .sensitivity import Calibration
@@ -66,8 +67,8 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
     own, fields = teacher.config, {}
     for name in GROUPS:
         if (asked := getattr(options, name)) is not None and not hasattr(own, name):
-            raise ValueError(
-                f"{name} is {asked}, but layers of a {own.model_type} are shared as its training had them: remove it"
+            raise OptionError(
+                name, f" is {asked}, but layers of a {own.model_type} are shared as its training had them: remove it"
             )
         if asked is not None and asked != getattr(own, name):
             fields[name] = asked
@@ -75,15 +76,17 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
         name, asked = next(iter(fields.items()))
         shapes = [field for field in own.patterns if field not in own.matrix_fields]
         if held := [field for field in shapes if getattr(own, field)]:
-            raise ValueError(
-                f"{name} is {asked}, but layers of {teacher.name} differ in shape ({held[0]}) and can't be merged: "
-                "share the layers of its own teacher"
+            raise OptionError(
+                name,
+                f" is {asked}, but layers of {teacher.name} differ in shape ({held[0]}) and can't be merged: "
+                "share the layers of its own teacher",
             )
         if (own.encoder_groups or own.decoder_groups) and own.share_layer_norms != study.share_layer_norms:
-            raise ValueError(
-                f"{name} is asked with share_layer_norms={study.share_layer_norms}, but layers of {teacher.name} are "
+            raise OptionError(
+                name,
+                f" is asked with share_layer_norms={study.share_layer_norms}, but layers of {teacher.name} are "
                 f"shared with share_layer_norms={own.share_layer_norms}: leave the groups as they are, or share the "
-                "layers of its own teacher"
+                "layers of its own teacher",
             )
         fields["share_layer_norms"] = study.share_layer_norms
     dense = dict.fromkeys((*own.matrix_fields, "architectures"))

@@ -27,6 +27,7 @@ from ..files import read_json
 from ..languages import split_language
 from ..loading import load_pretrained
 from ..models.configuration_lightformer import FactorizedConfig
+from ..options import OptionError
 from ..text import is_lines, load_lines, load_rows
 from ..vocabularies import narrow_fields, read_vocabularies, single_ids, token_axes
 from .options import CompressionOptions
@@ -411,14 +412,16 @@ def _choose_languages(codes: Mapping[str, str], options: CompressionOptions, nam
     if not options.languages:
         return list(codes)
     if not codes:
-        raise ValueError(f"languages are given, but the tokenizer of {name} has no language codes: remove languages")
+        raise OptionError(
+            "languages", f" are given, but the tokenizer of {name} has no language codes: remove ", "languages"
+        )
     sides = (split_language(text)[1] for text in (options.source_lang, options.target_lang))
     wanted = [code.strip("><") for code in options.languages]
     for code in wanted:
         if code not in codes:
             near = difflib.get_close_matches(code, codes) or sorted(codes)[:5]
-            raise ValueError(
-                f"languages has {code!r}, which the tokenizer does not support; there is {' or '.join(near)}"
+            raise OptionError(
+                "languages", f" has {code!r}, which the tokenizer does not support; there is {' or '.join(near)}"
             )
     return [*dict.fromkeys([*wanted, *(code for code in sides if code in codes)])]
 
@@ -519,9 +522,10 @@ def _choose(
         token_of = {number: token for token, number in vocabulary.items()}
         chosen = {vocabulary[token] for token in must if token in vocabulary} | set(named)
         if size is not None and size < len(chosen):
-            raise ValueError(
-                f"vocabulary_size is {size}, but {len(chosen)} tokens must stay so that every text can be written "
-                f"(special tokens, languages, single characters): give {len(chosen)} or more"
+            raise OptionError(
+                "vocabulary_size",
+                f" is {size}, but {len(chosen)} tokens must stay so that every text can be written "
+                f"(special tokens, languages, single characters): give {len(chosen)} or more",
             )
         for number, _ in sorted(counts[side].items(), key=lambda item: (-item[1], item[0])):
             parts = {vocabulary[part] for part in saved.parts(token_of[number]) if part in vocabulary}

@@ -25,6 +25,7 @@ from ..checkpoints.teacher import Teacher
 from ..files import read_json, write_json
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
+from ..options import OptionError
 from ..vocabularies import read_vocabularies
 from .layers import (
     Attention,
@@ -55,7 +56,7 @@ def write(source: Teacher, folder: Path, quantization: str, *, first: Sequence[i
     """Write model, configuration and vocabularies. Target tokens `first` get the first ids of the engine."""
     config, expansion = source.model.config, Expansion()
     if config.activation_function not in ACTIVATIONS:
-        raise ValueError(
+        raise OptionError(
             f"activation_function is {config.activation_function!r}, which CTranslate2 does not have (it has "
             f"{', '.join(ACTIVATIONS)}): export to another engine, or train the model with one of these"
         )
@@ -113,9 +114,12 @@ def write_shortlist(source: Teacher, folder: Path, quantization: str, shortlist:
     tokens, targets = (read_tokens(folder, side) for side in ("source", "target"))
     spaced = {number for number, token in enumerate(targets) if any(c in token for c in " \t\n\r")}
     if spaced:
-        raise ValueError(
-            f"shortlist cannot be written for CTranslate2, whose file has no place for {targets[min(spaced)]!r}, a "
-            "token with a space: remove shortlist, or export to onnx"
+        raise OptionError(
+            "shortlist",
+            f" cannot be written for CTranslate2, whose file has no place for {targets[min(spaced)]!r}, a "
+            "token with a space: remove ",
+            "shortlist",
+            ", or export to onnx",
         )
     with (folder / VMAP).open("w", encoding="utf-8", newline="\n") as file:
         file.write("\t" + " ".join(targets[number] for number in shortlist.always) + "\n")

@@ -44,6 +44,7 @@ from ..languages import (
 from ..loading import DAMAGED, is_out_of_memory, load_network, load_pretrained, position_limit
 from ..models import pipelines
 from ..models.pipelines import SplitText, is_translator
+from ..options import OptionError
 from ..processors import use_threads
 from ..text import check_known
 from . import CHECKPOINTS, RunningModel, load_engine_file
@@ -303,7 +304,7 @@ def translate_texts(
         tokenizer, prefix, first = tell_languages(model, tokenizer, source_lang, target_lang, prefix)
         generation = first | generation
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
+        raise OptionError("batch_size", f" is {batch_size}: expected 1 or more.")
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
     found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)
     jobs = [(number, place, ids) for number, text in enumerate(found) for place, ids in text.ids.items()]
@@ -466,13 +467,13 @@ def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> N
         raise ValueError(f"the length of an output is {length!r} in generation_config.json: expected a whole number")
     if length > most:
         where = ", or write fewer into its generation_config.json" if is_own else ""
-        raise ValueError(f"max_new_tokens is {length}; the model writes at most {most} tokens: give fewer{where}")
+        raise OptionError("max_new_tokens", f" is {length}; the model writes at most {most} tokens: give fewer{where}")
     asked = generation.get("num_beams")
     if asked is not None and (not isinstance(asked, Integral) or asked < 1):
-        raise ValueError(f"num_beams is {asked!r}: expected a whole number, 1 or more")
+        raise OptionError("num_beams", f" is {asked!r}: expected a whole number, 1 or more")
     beams, tokens = generation.get("num_beams") or own.num_beams or 1, model.get_output_embeddings().out_features
     if isinstance(beams, int) and beams > tokens:
-        raise ValueError(f"num_beams is {beams}, more than the {tokens} tokens there are: give fewer")
+        raise OptionError("num_beams", f" is {beams}, more than the {tokens} tokens there are: give fewer")
 
 
 def _generate(

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..decoding import output_limit, suggest_limit
+from ..options import OptionError
 
 NEVER = np.float32(-1e9)
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
@@ -105,7 +106,7 @@ class Search:
             changes |= {"max_new_tokens": forced_length, "min_new_tokens": 0, "ends": (), "forced_end": None}
         for name in ("num_beams", "max_new_tokens"):
             if changes.get(name, 1) < 1:
-                raise ValueError(f"{name} is {changes[name]}: expected 1 or more")
+                raise OptionError(name, f" is {changes[name]}: expected 1 or more")
         return replace(self, **changes)
 
     def limited(self, batch: Sequence[Sequence[int]], positions: int | None) -> Search:

@@ -20,6 +20,7 @@ from sacrebleu import CHRF
 from ..files import read_json
 from ..languages import add_prefix, put_prefix, split_prefix
 from ..loading import position_limit, printable_name
+from ..options import OptionError
 from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
 from .search import Search
 
@@ -270,10 +271,15 @@ def read_pairs(
 ) -> tuple[list[str], list[str] | None]:
     """Sentences that are no empty ones, and their translations where the text has some. `option` names the text."""
     if source.tokenizer is None:
-        raise ValueError(f"{option} is given, but {source.name} has no tokenizer to read the text by")
+        raise OptionError(option, f" is given, but {source.name} has no tokenizer to read the text by")
     if getattr(source.tokenizer, "tgt_lang", "") is None:
-        raise ValueError(
-            f"{option} is given, but {source.name} has many languages: give source_lang and target_lang with it"
+        raise OptionError(
+            option,
+            f" is given, but {source.name} has many languages: give ",
+            "source_lang",
+            " and ",
+            "target_lang",
+            " with it",
         )
     named = zip(columns, ("source_lang", "target_lang"), ("source", "target"), strict=True)
     first, second = (given or getattr(source.tokenizer, field, None) or name for given, field, name in named)
@@ -286,7 +292,9 @@ def read_pairs(
         rows = load_rows(text).flatten()
         there = {name.removeprefix("translation."): name for name in rows.column_names}
         if first not in there:
-            raise ValueError(f"{text} has no column {first!r}: it has {', '.join(map(repr, there))}; give source_lang")
+            raise OptionError(
+                "", f"{text} has no column {first!r}: it has {', '.join(map(repr, there))}; give ", "source_lang"
+            )
         if second in there:
             pairs = load_parallel(text, source=first, target=second)
             sources, references = list(pairs["source"]), list(pairs["target"])
@@ -296,7 +304,7 @@ def read_pairs(
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:
         held = f"{len(kept)} sentence{'s' * (len(kept) != 1)}"
-        raise ValueError(f"{option} {text} holds {held}: give thousands like those to be translated")
+        raise OptionError(option, f" {text} holds {held}: give thousands like those to be translated")
     prefixed = [put_prefix(prefix, sources[index]) for index in kept]
     return prefixed, None if references is None else [references[index] for index in kept]
 

@@ -23,6 +23,7 @@ from ..files import EXPORT_FILE, atomic_output, check_output, write_json
 from ..in_memory import AnyModel, given_folders
 from ..languages import find_prefixes, named_columns
 from ..loading import hide_bars, position_limit, resolve_source, unique_parameters
+from ..options import OptionError
 from ..processors import usual_settings
 from ..results import Result
 from ..text import data_name
@@ -291,11 +292,15 @@ def check_engine(to: str, quantization: str | None, shortlist: str | None = None
     engine = load_engine_file(to)
     if quantization not in (None, *engine.QUANTIZATIONS):
         remedy = ". int4 is for --to onnx" if quantization == "int4" else ""
-        raise ValueError(f"quantization is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}{remedy}")
+        raise OptionError("quantization", f" is {quantization!r}; {to} has {', '.join(engine.QUANTIZATIONS)}{remedy}")
     if shortlist is not None and quantization == "int4":
-        raise ValueError("int4 computes all tokens of the output layer: remove shortlist, or give quantization int8")
+        raise OptionError(
+            "", "int4 computes all tokens of the output layer: remove ", "shortlist", ", or give quantization int8"
+        )
     if shortlist is not None and not hasattr(engine, "write_shortlist"):
-        raise ValueError(f"shortlist is given, but {to} computes all tokens of the output layer: remove shortlist")
+        raise OptionError(
+            "shortlist", f" is given, but {to} computes all tokens of the output layer: remove ", "shortlist"
+        )
     return engine
 
 

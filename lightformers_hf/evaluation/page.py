@@ -16,6 +16,7 @@ import jinja2
 from ..conversion.report import CompressionReport, read_report
 from ..files import REPORT_FILE, STATE_FILE, as_kind, read_json
 from ..loading import load_pair, printable_name, resolve_source
+from ..options import OptionError
 from ..text import load_parallel
 from . import plots
 from .comparison import EngineComparison
@@ -63,8 +64,12 @@ def report_page(
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
     if teacher and not data:
-        raise ValueError(
-            "teacher is given without data, of which its translations are shown: give data, too, or remove teacher"
+        raise OptionError(
+            "teacher",
+            " is given without ",
+            "data",
+            ", of which its translations are shown: give data, too, or remove ",
+            "teacher",
         )
     metrics, folder = check_metrics(metrics), resolve_source(model)
     report = read_report(folder / REPORT_FILE)

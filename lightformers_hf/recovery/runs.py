@@ -42,6 +42,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from ..loading import check_checkpoint, check_vocabulary, load_pretrained, load_whole, resolve_source
+from ..options import OptionError
 from ..vocabularies import keep_tokens, match_tokens
 
 # Variables by which launchers of several processes speak to accelerate and transformers.
@@ -89,7 +90,7 @@ def check_reports(report_to: Iterable[str]) -> None:
             for callback in get_reporting_integration_callbacks(name):
                 callback()
         except (ValueError, RuntimeError, ImportError) as error:
-            raise ValueError(f"report_to is {name!r}: {error}") from error
+            raise OptionError("report_to", f" is {name!r}: {error}") from error
 
 
 def load_trainable(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from ..conversion.options import CompressionOptions, Method
+from ..arguments import CompressArguments
+from ..conversion.options import CompressionOptions
 from ..corpus import Corpus
 from ..deprecated import renamed_arguments
 from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
@@ -26,8 +27,9 @@ from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..hub import Push, check_push, push_folder
-from ..in_memory import AnyModel, identify, on_disk
+from ..in_memory import identify, on_disk
 from ..languages import split_language, split_prefix
+from ..options import takes, values_of
 from ..recovery import check_reports
 from ..results import Result
 from ..text import data_name, load_parallel
@@ -36,7 +38,6 @@ from .recover import Recovery, check_minutes, claim, find_added, recover
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from transformers import PreTrainedTokenizerBase
 
 PLAN_FILE = "compress.json"  # options of the call
 CALIBRATION = 10_000  # pairs that are drawn for the calibration at most, unless more samples are asked for
@@ -44,14 +45,8 @@ MOST_HELD_OUT = 500  # pairs of validation and test each, where no others are gi
 SCORED = 500  # sentences of the test that are translated in every engine
 # Arguments that an interrupted compression may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "push_to_hub", "private", "overwrite", "progress")
-TRAINING = (
-    "minutes",
-    "translations",
-    "seed",
-    "report_to",
-    "device",
-    "skip_bad_lines",
-)  # options that `recover` gets, too
+# Options that `recover` gets, too.
+TRAINING = ("minutes", "translations", "seed", "report_to", "device", "skip_bad_lines", "progress")
 PARTS = ("data", "converted", "recovered", "deployed", "results.json", "engines.json", "report.html", PLAN_FILE)
 
 
@@ -96,47 +91,8 @@ class Compression(Result):
 
 
 @renamed_arguments(teacher="model")
-def compress(
-    model: AnyModel,
-    output: str | Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | os.PathLike | None = None,
-    validation: str | os.PathLike | None = None,
-    test: str | os.PathLike | None = None,
-    minutes: float = 30,
-    ratio: float | None = None,
-    rank: str | int | None = None,
-    energy: float | None = None,
-    params: str | None = None,
-    size: str | None = None,
-    languages: str | Sequence[str] | None = None,
-    vocabulary: str | Sequence[str] | None = None,
-    vocabulary_size: int | None = None,
-    pattern: dict[str, str | int | None] | None = None,
-    encoder_layers: int | None = None,
-    decoder_layers: int | None = None,
-    encoder_groups: int | None = None,
-    decoder_groups: int | None = None,
-    method: Method | None = None,
-    calibration: str | None = None,
-    calibration_samples: int | None = None,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-    to: str = "ctranslate2",
-    quantization: str | None = "int8",
-    shortlist: str | os.PathLike | None = None,
-    translations: bool | None = None,
-    metrics: Iterable[str] = (),
-    report_to: tuple[str, ...] = (),
-    seed: int = 0,
-    skip_bad_lines: bool = False,
-    device: str | None = None,
-    push_to_hub: str | None = None,
-    private: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Compression:
+@takes(CompressArguments)
+def compress(call: CompressArguments) -> Compression:
     """Convert, recover, evaluate, export, and report. The same call resumes an interrupted compression.
 
     `output` gets `converted`, `recovered` (to push, or to train on), `deployed` (for the engine), `results.json` and
@@ -144,15 +100,6 @@ def compress(
     `test`.
 
     Args:
-        model, output, tokenizer, ratio, rank, …, target_lang, private, overwrite: as for `convert`; but by default
-            `method` is `narrow` for engines without low-rank products, `calibration` a sample of `data`.
-        data, validation, minutes, translations, metrics, report_to, seed, skip_bad_lines: as for
-            `recover`.
-        to, quantization, shortlist: as for `export`.
-        test: pairs for the final measurement, by default a part of `data`; with them, `data` may be of one language.
-        device: where to convert, train and score; `None`: the CPU converts, an accelerator, if any, does the rest.
-        push_to_hub: push `recovered` to the Hub under this name, in one commit.
-        progress: show bars, and a line for every step.
 
     Raises:
         ValueError, FileNotFoundError, FileExistsError: as in its steps, and if `output` contains foreign files.
@@ -161,49 +108,53 @@ def compress(
     Example:
         >>> print(compress("opus-mt-de-en", "small", data="train.jsonl", ratio=4, minutes=30))
     """
-    data, validation, test, shortlist = map(data_name, (data, validation, test, shortlist))
-    arguments = locals() | {"calibration": data_name(calibration)}
-    options, note = choose_method(arguments, to)
+    data, validation, test, shortlist = map(data_name, (call.data, call.validation, call.test, call.shortlist))
+    call = replace(call, calibration=data_name(call.calibration))
+    metrics = check_metrics(call.metrics)
+    options, note = choose_method(call)
     text = options.get("calibration")
     if data and text and os.path.realpath(text) == os.path.realpath(data):
         del options["calibration"]  # the default is the part of the data that no score is measured on
-    check_engine(to, quantization, shortlist)
-    check_minutes(minutes)
-    check_reports(report_to)
-    metrics = check_metrics(metrics)
-    if push_to_hub:
-        check_push(push_to_hub)
-    output, given = Path(os.path.expanduser(output)), Texts(data, validation, test or "", data)
-    asked = {name: value for name, value in arguments.items() if name not in NOT_ASKED} | options
-    asked |= {"model": identify(model), "metrics": metrics or None}
+    check_engine(call.to, call.quantization, shortlist)
+    check_minutes(call.minutes)
+    check_reports(call.report_to)
+    if call.push_to_hub:
+        check_push(call.push_to_hub)
+    output, given = Path(os.path.expanduser(call.output)), Texts(data, validation, test or "", data)
+    asked = {name: value for name, value in values_of(call).items() if name not in NOT_ASKED} | options
+    asked |= {"model": identify(call.model), "metrics": metrics or None}
+    asked |= {"data": data, "validation": validation, "test": test, "shortlist": shortlist}
     asked = json.loads(json.dumps(asked, default=os.fspath))  # as it is read
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
-    overwrite = overwrite or is_only_planned
-    with on_disk(tokenizer, model) as (teacher,):
-        read_source(model, to, tokenizer)
+    overwrite = call.overwrite or is_only_planned
+    with on_disk(call.tokenizer, call.model) as (teacher,):
+        read_source(call.model, call.to, call.tokenizer)
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
         if overwrite:
             check_parts(output)
-        source, target = find_columns(teacher, split_language(source_lang)[0], split_language(target_lang)[0])
+        source, target = find_columns(
+            teacher, split_language(call.source_lang)[0], split_language(call.target_lang)[0]
+        )
         columns = split_prefix(source)[0], target  # a prefix that the teacher requires is added when they are read
-        texts = draw_texts(given, columns, arguments, metrics)
+        texts = draw_texts(given, columns, values_of(call), metrics)
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
         files = write_texts(texts, output / "data", columns, given)
-        training = {name: arguments[name] for name in TRAINING} | {"metrics": metrics}
-        work = Work(teacher, output, files, columns, to, quantization, shortlist, options, note, training, progress)
+        work = Work(call, teacher, output, files, columns, metrics, shortlist, options, note)
         work.do()
     pushed = None
-    if push_to_hub:
-        pushed = push_folder(output / "recovered", push_to_hub, private=private, results=[output / "results.json"])
+    if call.push_to_hub:
+        results = [output / "results.json"]
+        pushed = push_folder(output / "recovered", call.push_to_hub, private=call.private, results=results)
     return work.result(drawn=not test, pushed=pushed)
 
 
-def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any], str]:
+def choose_method(call: CompressArguments) -> tuple[dict[str, Any], str]:
     """Return the options of the conversion that are given, with the method for the engine, and a note on it."""
     names = [option.name for option in fields(CompressionOptions) if option.name != "device"]  # where, not what
-    options = {name: arguments[name] for name in names if arguments[name] is not None}
+    options = {name: value for name, value in values_of(call).items() if name in names and value is not None}
+    to = call.to
     if not (CompressionOptions(**options).policy.compresses and expands_low_rank(to)):
         return options, ""
     if "method" not in options:
@@ -223,28 +174,26 @@ def choose_method(arguments: Mapping[str, Any], to: str) -> tuple[dict[str, Any]
 class Work:
     """The steps of a compression, each of which makes a part of the folder `output`."""
 
+    call: CompressArguments
     teacher: str
     output: Path
     files: Texts
     columns: tuple[str, str]
-    to: str  # engine
-    quantization: str | None
+    metrics: list[str]
     shortlist: str | None  # text for the deployed model's
     options: dict[str, Any]  # options of `convert`
     note: str  # on its method
-    training: dict[str, Any]  # options of `recover`
-    progress: bool
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
         steps: dict[str, Callable[[], None]] = {"converted": self.convert, "recovered": self.recover}
         steps |= {"results.json": self.evaluate, "deployed": self.deploy, "engines.json": self.compare}
         steps |= {"report.html": self.report} if find_spec("matplotlib") else {}
-        if self.note and self.progress:
+        if self.note and self.call.progress:
             tqdm.write(self.note)
         for number, (name, step) in enumerate(steps.items(), start=1):
             complete = is_complete(self.output / name)
-            if self.progress:
+            if self.call.progress:
                 tqdm.write(f"{number}/{len(steps)} {self.output / name}" + " (there already)" * complete)
             if not complete:
                 step()
@@ -268,7 +217,7 @@ class Work:
             "If it is not small or fast enough, give a larger ratio, fewer decoder layers, or a shortlist.",
         ]
         text = "held-out pairs of your data" if drawn else f"pairs of {Path(self.files.test).name}"
-        summary = summarize(recovery, comparison, self.to, text)
+        summary = summarize(recovery, comparison, self.call.to, text)
         return Compression(str(self.output), found, recovery, comparison, summary, notes, pushed)
 
     @property
@@ -281,24 +230,24 @@ class Work:
 
     @property
     def measured(self) -> dict[str, Any]:
-        return {"progress": self.progress, "metrics": self.training["metrics"]}
+        return {"progress": self.call.progress, "metrics": self.metrics}
 
     def convert(self) -> None:
         """Make the teacher smaller."""
         text = {"calibration": self.files.calibration} if CompressionOptions(**self.options).reads_text else {}
-        device = {"device": self.training["device"] or "cpu"}
-        convert(self.teacher, self.output / "converted", progress=self.progress, **text | self.options | device)
+        device = {"device": self.call.device or "cpu"}
+        convert(self.teacher, self.output / "converted", progress=self.call.progress, **text | self.options | device)
 
     def recover(self) -> None:
         """Train the result with its teacher, or resume the training."""
         texts = {"data": self.files.train, "validation": self.files.validation, "exclude": self.files.test or None}
-        asked = texts | self.sides | self.training | {"progress": self.progress}
+        asked = texts | self.sides | {"metrics": self.metrics} | {name: getattr(self.call, name) for name in TRAINING}
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
 
     def evaluate(self) -> None:
         """Score it beside its teacher on the test."""
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-        settings: dict[str, Any] = {"device": self.training["device"] or device, "speed": False, "num_beams": 1}
+        settings: dict[str, Any] = {"device": self.call.device or device, "speed": False, "num_beams": 1}
         settings |= {"source_lang": self.columns[0], "target_lang": self.columns[1]} | self.measured
         found = evaluate(self.light, data=self.files.test, teacher=self.teacher, **settings)
         write_json(found.to_dict(), self.output / "results.json")
@@ -306,15 +255,15 @@ class Work:
     def deploy(self) -> None:
         """Export it."""
         texts = {"shortlist": self.shortlist} if self.shortlist else {}
-        if self.quantization == "int4":
+        if self.call.quantization == "int4":
             texts["calibration"] = self.files.train
         text: dict[str, Any] = texts | self.sides if texts else {}
-        export(self.light, self.output / "deployed", to=self.to, quantization=self.quantization, **text)
+        export(self.light, self.output / "deployed", to=self.call.to, quantization=self.call.quantization, **text)
 
     def compare(self) -> None:
         """Measure both models, as they are and deployed: speed, size, quality."""
-        deployed = f"{self.to}-{self.quantization}"
-        forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.to]
+        deployed = f"{self.call.to}-{self.call.quantization}"
+        forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.call.to]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
         sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
         named = (sides.get("source_lang") or self.columns[0], sides.get("target_lang") or self.columns[1])

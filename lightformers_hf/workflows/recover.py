@@ -12,8 +12,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +36,7 @@ from transformers import (
     set_seed,
 )
 
+from ..arguments import RecoverArguments
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
 from ..corpus import Corpus, Pairs
@@ -57,7 +58,7 @@ from ..files import (
     read_json,
     write_json,
 )
-from ..in_memory import AnyModel, identify, on_disk
+from ..in_memory import identify, on_disk
 from ..languages import (
     begin_with,
     first_token_of,
@@ -75,6 +76,7 @@ from ..loading import (
     resolve_source,
     unique_parameters,
 )
+from ..options import OptionError, takes, values_of
 from ..processors import has_fast_bf16
 from ..recovery import (
     RecoveryTrainer,
@@ -112,6 +114,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 VALIDATION_FILE = "validation.json"  # the pairs that were drawn for it: data may change before a recovery resumes
+# Arguments that an interrupted recovery may resume with others of.
+NOT_ASKED = ("output", "tokenizer", "report_to", "device", "skip_bad_lines", "overwrite", "progress")
 TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it resumes
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it ends
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
@@ -129,27 +133,8 @@ SAMPLE, BEAMS = 64, 4  # sources that measure the speed of translation, and the 
 
 
 @renamed_arguments(light="model", source="source_lang", target="target_lang")
-def recover(
-    model: AnyModel,
-    output: str | Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    teacher: AnyModel,
-    data: str | os.PathLike | None = None,
-    validation: str | os.PathLike | None = None,
-    exclude: str | os.PathLike | None = None,
-    minutes: float = 30,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-    translations: bool | None = None,
-    metrics: Iterable[str] = (),
-    report_to: tuple[str, ...] = (),
-    seed: int = 0,
-    device: str | None = None,
-    skip_bad_lines: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Recovery:
+@takes(RecoverArguments)
+def recover(call: RecoverArguments) -> Recovery:
     """Train a compressed model with its teacher for about so many minutes, with settings that follow from both.
 
     The function keeps the checkpoint with the best score on the validation text, which may be the initial one. The
@@ -158,26 +143,6 @@ def recover(
     an interrupted recovery.
 
     Args:
-        model: the compressed checkpoint: a folder, a name on the Hub, or a loaded model.
-        output: the folder to write.
-        tokenizer: that of loaded models.
-        teacher: the checkpoint from which it was made, or a loaded model.
-        data: sentence pairs as of `load_parallel`, or text of the source language alone, which the teacher translates;
-            `None`: random tokens, which it translates, too.
-        validation: other pairs, of which at most the first 1000 are used. `None`: a part of `data`; without pairs, the
-            references are the teacher's translations.
-        exclude: pairs whose sources are not trained on, as those of a test.
-        minutes: time for everything. The time of a step is measured at each validation, and the number of remaining
-            steps is adapted to the remaining time.
-        source_lang, target_lang: columns, and of multilingual models the languages' codes, as in `CompressionOptions`.
-        translations: also learn from the teacher's translations of the sources; `None`: if the time is sufficient.
-        metrics: names of `METRICS`; by default those that fit the references.
-        report_to: services that log the training: `tensorboard`, `trackio`, `wandb`, ….
-        seed: seed of all random choices.
-        device: `cpu`, or the accelerator's; `None`: the accelerator if there is one.
-        skip_bad_lines: skip damaged lines of `data`, and count them in the result; otherwise they are errors.
-        overwrite: start again in a folder that contains another recovery.
-        progress: show progress bars, and a line for every validation.
 
     Raises:
         ValueError: an option is out of its range, or data or models do not match.
@@ -187,39 +152,85 @@ def recover(
     Example:
         >>> recover("light", "recovered", teacher="opus-mt-de-en", data="train.jsonl", minutes=30)
     """
-    start, metrics = time.monotonic(), check_metrics(metrics)
-    data, validation, exclude = map(data_name, (data, validation, exclude))
-    check_minutes(minutes)
-    check_reports(report_to)
-    trains_on_cpu(device)
-    asked: dict[str, Any] = {"model": identify(model), "teacher": identify(teacher), "data": data}
-    asked |= {
-        "validation": validation,
-        "exclude": exclude,
-        "minutes": minutes,
-        "translations": translations,
-        "seed": seed,
-    }
-    asked |= {"source_lang": source_lang, "target_lang": target_lang, "metrics": metrics or None}
-    output, sides = Path(os.path.expanduser(output)), (source_lang, target_lang)
-    with on_disk(tokenizer, model, teacher) as (light, dense):
+    start, metrics = time.monotonic(), check_metrics(call.metrics)
+    check_minutes(call.minutes)
+    check_reports(call.report_to)
+    trains_on_cpu(call.device)
+    data, validation, exclude = map(data_name, (call.data, call.validation, call.exclude))
+    asked = {name: value for name, value in values_of(call).items() if name not in NOT_ASKED}
+    asked |= {"model": identify(call.model), "teacher": identify(call.teacher), "metrics": metrics or None}
+    asked |= {"data": data, "validation": validation, "exclude": exclude}
+    output = Path(os.path.expanduser(call.output))
+    with on_disk(call.tokenizer, call.model, call.teacher) as (light, dense):
         if os.path.realpath(light) == os.path.realpath(dense):
             raise ValueError(f"{light} is given as the model and as its teacher: the teacher is the dense checkpoint")
         inputs = [light, dense, data, validation, exclude]
-        record = claim(output, asked, overwrite=overwrite, inputs=inputs)
+        record = claim(output, asked, overwrite=call.overwrite, inputs=inputs)
         with one_process(), keep_randomness(), parents(output), lock(output), hush_trainer():
             if (output / RECORD_FILE).exists():  # read again, now without other writers
-                record = claim(output, asked, overwrite=overwrite, inputs=inputs)
-            set_seed(seed)
+                record = claim(output, asked, overwrite=call.overwrite, inputs=inputs)
+            set_seed(call.seed)
             resumes = "scores" in record
-            models = (light, output, dense, data, validation, sides, metrics, report_to, seed, progress, device)
-            run = Run(*models, skip_bad_lines, resumes, exclude)
+            call = replace(call, metrics=metrics)
+            run = start_run(call, output, light, dense, data, validation, exclude, resumes=resumes)
             check_files(record.get("data", {}), run.corpus.files)
             if not resumes:
                 begin(output, record)
-                record |= run.prepare(minutes, translations, start)
+                record |= run.prepare(call.minutes, call.translations, start)
                 write_json(record, output / RECORD_FILE)
             return finish(output, record, run.train(record))
+
+
+def start_run(
+    call: RecoverArguments,
+    output: Path,
+    light: str,
+    teacher: str,
+    data: str | None,
+    validation: str | None,
+    exclude: str | None = None,
+    *,
+    resumes: bool = False,
+) -> Run:
+    """Load the two models and the text. Raises `ValueError` where they do not fit, or as `load_parallel`."""
+    on_cpu, folder = trains_on_cpu(call.device), resolve_source(light)
+    tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
+    languages, attention = (call.source_lang, call.target_lang), "eager" if on_cpu else None
+    model = load_light(folder, tokenizer, languages, attention, dropout=False)
+    check_vocabulary(tokenizer, model.config, light)
+    check_generation(model.generation_config, folder)
+    distiller = load_distiller(teacher, tokenizer, attention, model.config)
+    if not on_cpu:
+        distiller.to(torch.accelerator.current_accelerator())
+    # The compressed model contains its languages, or they are given.
+    begin_with(distiller, first_token_of(model))
+    bf16 = has_fast_bf16() if on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
+    names = (light, teacher, data, validation)
+    run = Run(call, output, *names, folder, tokenizer, model, distiller, on_cpu, bf16, resumes, exclude)
+    if run.ratio < LEAST_RATIO:
+        raise ValueError(
+            f"the model to train has {1 / run.ratio:.1f} times its teacher's parameters: give the smaller one "
+            "first, and the one it was made of as teacher"
+        )
+    run.corpus, run.held_out = run.read_data()
+    sources, references = run.held_out["source"][:], run.held_out["target"][:]
+    # Random tokens have no length that a summary would be shorter than.
+    run.metrics = choose_metrics(call.metrics, references if data is None else sources, references)
+    return run
+
+
+def load_light(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    languages: tuple[str | None, str | None],
+    attention: str | None,
+    *,
+    dropout: bool,
+) -> PreTrainedModel:
+    """The compressed model, with the dropout of its configuration or without any."""
+    model = load_trainable(str(folder), attention, dropout=dropout)
+    set_languages(model, tokenizer, *languages)
+    return model
 
 
 def count_parameters(checkpoint: str | Path) -> int:
@@ -231,7 +242,7 @@ def count_parameters(checkpoint: str | Path) -> int:
 def check_minutes(minutes: float) -> None:
     """Raise `ValueError` where a time to train is none."""
     if not 0 < minutes < math.inf:
-        raise ValueError(f"minutes is {minutes}, expected a number above 0")
+        raise OptionError("minutes", f" is {minutes}, expected a number above 0")
 
 
 def check_generation(generation: GenerationConfig, folder: Path) -> None:
@@ -253,63 +264,91 @@ def trains_on_cpu(device: str | None) -> bool:
     """Whether a recovery runs on the CPU. Raises `ValueError` for a device that it cannot be sent to."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device not in (None, "cpu", accelerator and accelerator.type):
-        raise ValueError(
-            f"device is {device!r}, expected cpu{f' or {accelerator.type}' if accelerator else ''}: a training uses "
-            "all accelerators that CUDA_VISIBLE_DEVICES names"
+        raise OptionError(
+            "device",
+            f" is {device!r}, expected cpu{f' or {accelerator.type}' if accelerator else ''}: a training uses "
+            "all accelerators that CUDA_VISIBLE_DEVICES names",
         )
     return device == "cpu" or accelerator is None
 
 
 @dataclass(eq=False)
 class Run:
-    """Models and data of one recovery, each read when it is first needed."""
+    """Models and data of one recovery.
 
-    light: str | Path
+    Attributes:
+        call: the arguments of `recover`.
+        output: the folder to write.
+        light, teacher: folders or Hub names of the two models.
+        data, validation: names of the texts.
+        folder: folder of the compressed model.
+        model, distiller: the two models, loaded.
+        tokenizer: that of the compressed model.
+        on_cpu, bf16: where and in which type they are trained.
+        resumes: whether an earlier call has drawn the validation.
+        exclude: pairs whose sources are not trained on.
+        corpus, held_out: the text to train on, and the validation.
+        metrics: those that were asked for, or that fit the references.
+    """
+
+    call: RecoverArguments
     output: Path
+    light: str | Path
     teacher: str | Path
     data: str | None
     validation: str | None
-    languages: tuple[str | None, str | None]
-    asked_metrics: list[str]
-    report_to: tuple[str, ...]
-    seed: int
-    progress: bool
-    device: str | None = None
-    skip_bad: bool = False
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    distiller: PreTrainedModel
+    on_cpu: bool
+    bf16: bool
     resumes: bool = False
-    exclude: str | None = None  # pairs whose sources are not trained on
+    exclude: str | None = None
+    corpus: Corpus = field(init=False)
+    held_out: Dataset = field(init=False)
+    metrics: list[str] = field(init=False)
+    last_pool: tuple[Pairs, TokenizedPool] | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self.on_cpu = trains_on_cpu(self.device)
-        self.last_pool: tuple[Pairs, TokenizedPool] | None = None
-        self.folder = resolve_source(self.light)
-        self.tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, self.folder)
-        # Attention written out: on a CPU, with sentences, it trains faster than the fused kernel.
-        self.attention = "eager" if self.on_cpu else None
-        self.bf16 = has_fast_bf16() if self.on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
-        self.model = self.load_light(dropout=False)
-        check_vocabulary(self.tokenizer, self.model.config, self.light)
-        check_generation(self.model.generation_config, self.folder)
-        self.distiller = load_distiller(str(self.teacher), self.tokenizer, self.attention, self.model.config)
-        if not self.on_cpu:
-            self.distiller.to(torch.accelerator.current_accelerator())
-        self.ratio = unique_parameters(self.distiller) / unique_parameters(self.model)
-        if self.ratio < LEAST_RATIO:
-            raise ValueError(
-                f"the model to train has {1 / self.ratio:.1f} times its teacher's parameters: give the smaller one "
-                "first, and the one it was made of as teacher"
-            )
-        # The compressed model contains its languages, or they are given.
-        begin_with(self.distiller, first_token_of(self.model))
-        self.corpus, self.held_out = self.read_data()
-        self.one_language = not self.corpus.has_targets  # the teacher makes the targets
-        self.compares_with_teacher = self.one_language and not self.validation
-        self.longest = min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)  # text
-        sources, references = self.held_out["source"][:], self.held_out["target"][:]
-        # Random tokens have no length that a summary would be shorter than.
-        self.metrics = choose_metrics(self.asked_metrics, references if self.data is None else sources, references)
-        self.best_by = selection_metric(self.metrics, self.asked_metrics)
-        self.measured = list(dict.fromkeys([*self.metrics, "chrf"]))  # chrF measures the loss (`find_distance`)
+    @property
+    def attention(self) -> str | None:
+        """Attention written out: on a CPU, with sentences, it trains faster than the fused kernel."""
+        return "eager" if self.on_cpu else None
+
+    @property
+    def languages(self) -> tuple[str | None, str | None]:
+        """Columns, and codes of languages: source and target."""
+        return self.call.source_lang, self.call.target_lang
+
+    @property
+    def ratio(self) -> float:
+        """Parameters of the teacher, with the kept tokens alone, / parameters of the model."""
+        return unique_parameters(self.distiller) / unique_parameters(self.model)
+
+    @property
+    def one_language(self) -> bool:
+        """Whether the teacher makes the targets."""
+        return not self.corpus.has_targets
+
+    @property
+    def compares_with_teacher(self) -> bool:
+        """Whether the references of the validation are the teacher's."""
+        return self.one_language and not self.validation
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a text at most."""
+        return min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
+
+    @property
+    def best_by(self) -> str:
+        """The metric that chooses the checkpoint."""
+        return selection_metric(self.metrics, self.call.metrics)
+
+    @property
+    def measured(self) -> list[str]:
+        """The metrics, and chrF, by which the loss is measured (`find_distance`)."""
+        return list(dict.fromkeys([*self.metrics, "chrf"]))
 
     @cached_property
     def own_config(self) -> PreTrainedConfig:
@@ -318,9 +357,7 @@ class Run:
 
     def load_light(self, *, dropout: bool) -> PreTrainedModel:
         """The compressed model, with the dropout of its configuration or without any."""
-        model = load_trainable(str(self.folder), self.attention, dropout=dropout)
-        set_languages(model, self.tokenizer, *self.languages)
-        return model
+        return load_light(self.folder, self.tokenizer, self.languages, self.attention, dropout=dropout)
 
     def read_data(self) -> tuple[Corpus, Dataset]:
         """Text to train on, without the sources of the validation, and the validation's pairs.
@@ -328,7 +365,7 @@ class Run:
         The validation is drawn from all text, unless it is given, or an earlier call has drawn it.
         """
         corpus = self.open_corpus()
-        texts = corpus.sample(HELD_OUT, self.seed)
+        texts = corpus.sample(HELD_OUT, self.call.seed)
         if self.validation:
             source, target = self.columns
             held_out = load_parallel(self.validation, source=source, target=target, max_samples=HELD_OUT)
@@ -343,13 +380,13 @@ class Run:
             if not corpus.has_targets:
                 sources = held_out["source"][:]
                 said = translate(
-                    sources, self.distiller, self.tokenizer, num_beams=1, split=False, progress=self.progress
+                    sources, self.distiller, self.tokenizer, num_beams=1, split=False, progress=self.call.progress
                 )
                 held_out = held_out.add_column("target", said)
         corpus.hold_out(held_out["source"])
         if self.exclude:
             corpus.hold_out(load_parallel(self.exclude, source=self.columns[0], target=self.columns[1])["source"])
-        if not len(corpus.sample(1, self.seed, without=corpus.without)):
+        if not len(corpus.sample(1, self.call.seed, without=corpus.without)):
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return corpus, held_out
 
@@ -357,13 +394,13 @@ class Run:
         """All text: that of the user, or random tokens, without texts that would be cut."""
         if self.data is None:
             config, name = self.distiller.config, str(self.teacher)
-            texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.seed, name=name)
+            texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.call.seed, name=name)
             most, lengths = longest_input(self.distiller, self.tokenizer), map(len, self.tokenizer(texts)["input_ids"])
             texts = [text for text, n in zip(texts, lengths, strict=True) if n <= most]
             return Corpus.of(Dataset.from_dict({"source": texts}))
         source, target = named_columns(*self.languages)
         source = source and self.columns[0]
-        return Corpus(self.data, source=source, target=target, default=self.columns, skip_bad=self.skip_bad)
+        return Corpus(self.data, source=source, target=target, default=self.columns, skip_bad=self.call.skip_bad_lines)
 
     @cached_property
     def columns(self) -> tuple[str, str]:
@@ -425,7 +462,7 @@ class Run:
 
     def say(self, *lines: str) -> None:
         """Print lines above the bars."""
-        for line in lines if self.progress else ():
+        for line in lines if self.call.progress else ():
             tqdm.write(line)
 
     def measure(self, model: PreTrainedModel) -> tuple[dict[str, float], float]:
@@ -443,21 +480,21 @@ class Run:
         """
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
-            raise ValueError(f"{text} is of one language: remove translations, which give the targets")
+            raise OptionError("", f"{text} is of one language: remove ", "translations", ", which give the targets")
         if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
         if translator is self.distiller and self.on_cpu:
             self.say("the teacher translates by generate(): CTranslate2, if installed, needs a fifth of the time")
         beams = 1 if self.data is None else BEAMS  # with random tokens more texts are better
-        first = self.corpus.sample(SAMPLE, self.seed, without=self.corpus.without)["source"][:]
+        first = self.corpus.sample(SAMPLE, self.call.seed, without=self.corpus.without)["source"][:]
         _, took = time_translations(first, translator, self.tokenizer, beams)
         affordable = max(len(first), int(FOR_TRANSLATIONS * seconds / took))
-        texts = self.corpus.sample(min(self.corpus.rows, affordable), self.seed, without=self.corpus.without)
+        texts = self.corpus.sample(min(self.corpus.rows, affordable), self.call.seed, without=self.corpus.without)
         if not (self.one_language or wanted) and affordable < min(self.corpus.rows, ENOUGH):
             return 0
         made = translate(
-            texts["source"][:], translator, self.tokenizer, num_beams=beams, split=False, progress=self.progress
+            texts["source"][:], translator, self.tokenizer, num_beams=beams, split=False, progress=self.call.progress
         )
         references = {} if self.one_language else {"reference": texts["target"][:]}
         write_json({"source": texts["source"][:], "target": made} | references, self.output / TRANSLATIONS_FILE)
@@ -471,7 +508,7 @@ class Run:
         references = made.get("reference", [])
         sources, targets = made["source"][: len(references)] + made["source"], references + made["target"]
         corpus = Corpus.of(Dataset.from_dict({"source": sources, "target": targets}), name=str(self.data))
-        corpus.sample(0, self.seed)
+        corpus.sample(0, self.call.seed)
         return corpus
 
     def time_steps(self, pairs: Corpus, settings: RecoverySettings) -> tuple[float, int]:
@@ -508,13 +545,13 @@ class Run:
             greater_is_better=METRICS[self.best_by].higher_is_better,
             output_dir=str(self.output),
             use_cpu=self.on_cpu,
-            seed=self.seed,
+            seed=self.call.seed,
             generation_max_length=min(int(1.5 * max(map(len, self.scored.tokens["labels"]))) + 2, self.longest),
-            report_to=list(self.report_to) if saves else "none",
+            report_to=list(self.call.report_to) if saves else "none",
         )
         batches = None
         if pairs is not None:
-            batches = TokenBatches(pairs, self.tokenize_pool, settings.max_tokens, self.seed)
+            batches = TokenBatches(pairs, self.tokenize_pool, settings.max_tokens, self.call.seed)
         trainer = RecoveryTrainer(
             model,
             arguments,
@@ -541,7 +578,7 @@ class Run:
         pace = Pace(settings.seconds, settings.steps, settings.warmup_steps)
         trainer.add_callback(pace)
         checkpoint = find_last_checkpoint(self.output)
-        with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.progress) as bar:
+        with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.call.progress) as bar:
             trainer.add_callback(Progress(bar, labels(self.metrics)))
             train(trainer, checkpoint)
         copy_report(str(self.folder), self.output)

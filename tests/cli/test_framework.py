@@ -1,35 +1,12 @@
-"""What commands have alike: messages name options as they are typed."""
+"""What commands have alike."""
 
 import pytest
 import torch
 from rich.table import Table
 
 from lightformers_hf.cli import app
-from lightformers_hf.cli.framework import as_typed, explain
+from lightformers_hf.cli.framework import explain
 from lightformers_hf.results import make_console
-
-TYPED = {name: f"--{name.replace('_', '-')}" for name in "ratio rank size params encoder_groups source_lang".split()}
-
-
-@pytest.mark.parametrize(
-    ("message", "typed"),
-    [
-        ("encoder_groups is 4, but 6 layers", "--encoder-groups is 4, but 6 layers"),
-        ("is for layers that share: give encoder_groups", "is for layers that share: give --encoder-groups"),
-        ("ratio is 1.0, expected a number", "--ratio is 1.0, expected a number"),
-        ("ratio and params are given", "--ratio and --params are given"),
-        ("needs a ratio: remove size", "needs a ratio: remove --size"),
-        ("for all kinds: give ratio alone", "for all kinds: give --ratio alone"),
-        # What is no option.
-        ("fc1: rank 65 is above 64", "fc1: rank 65 is above 64"),
-        ("rank of fc1 is 65", "rank of fc1 is 65"),
-        ("my/encoder_groups/model is no folder", "my/encoder_groups/model is no folder"),
-        ("encoder_groups.json is missing", "encoder_groups.json is missing"),
-        ("max_position_embeddings is 3", "max_position_embeddings is 3"),
-    ],
-)
-def test_messages_name_options_as_they_are_typed(message, typed):
-    assert as_typed(message, TYPED) == typed
 
 
 def test_an_error_within_torch_is_no_mistake_of_the_user():

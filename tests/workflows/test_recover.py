@@ -310,7 +310,7 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
     AutoTokenizer.from_pretrained(tiny_mbart50).save_pretrained(tmp_path / "teacher")
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     places = [tmp_path / name for name in ("light", "out", "teacher")]
-    run = Run(*places, None, None, (None, None), [], (), 0, False)
+XX
     assert light.generation_config.forced_bos_token_id is not None
     assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
 

@@ -1,0 +1,154 @@
+"""Arguments and options of commands: made from the records of functions, or stated here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+from ..arguments import TrainingOptions
+from ..conversion.options import CompressionOptions, read_pattern
+from ..options import Option, options_of
+
+# Files or folders, or names on the Hub. A model or data file that does not exist is refused
+# before torch is imported.
+PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
+SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
+AT_LEAST_ONE = click.IntRange(min=1)
+FILE = click.Path(path_type=Path)
+MINUTES = click.FloatRange(min=0, min_open=True)
+TYPES: dict[str, click.ParamType] = {
+    **{"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "seed": SEED, "count": AT_LEAST_ONE, "minutes": MINUTES}
+}
+
+
+class CommandOption(click.Option):
+    """An option, under the heading `section` of the help."""
+
+    section = "Options"
+
+
+class Argument(click.Argument):
+    """An argument with a help text, `about`, which older versions of click do not have."""
+
+    def __init__(self, name: str, about: str, **settings: Any):
+        super().__init__([name], **settings)
+        self.about = about
+
+    @property
+    def word(self) -> str:
+        """Its form in the help: NAME, [NAME] if it is optional, NAME... for several."""
+        name = str(self.name).upper()
+        return (name if self.required else f"[{name}]") + "..." * (self.nargs == -1)
+
+
+def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = (), **settings: Any) -> CommandOption:
+    """Return an option, with its default in the help. The shell completes it with `values`."""
+    if values:
+
+        def complete(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
+            return [value for value in (values() if callable(values) else values) if value.startswith(begun)]
+
+        settings["shell_complete"] = complete
+    if settings.get("type") is int or isinstance(settings.get("type"), click.IntRange):
+        settings = {"metavar": "N", **settings}
+    return CommandOption(names, show_default=settings.get("default") is not None, **settings)
+
+
+def parameters_of(
+    record: type, headings: Mapping[str, type] | None = None, *, names: Sequence[str] = ()
+) -> Iterator[click.Parameter]:
+    """The arguments and options of a command, from the record of its function.
+
+    `headings`: {heading in the help: a record whose fields stand under it}. `names`: only these fields.
+    """
+    titles = {field.name: title for title, each in (headings or {}).items() for field in fields(each)}
+    for found in options_of(record):
+        if found.help.kind == "hidden" or (names and found.name not in names):
+            continue
+        if found.is_positional:
+            yield Argument(found.name, type=TYPES[found.help.kind], about=found.help.text)
+        else:
+            made = make_option(found)
+            made.section = titles.get(found.name, "Options")
+            yield made
+
+
+def make_option(found: Option) -> CommandOption:
+    """The option of a field: a bool is a flag, a sequence can be repeated. Its help has the default."""
+    types = get_args(found.type) if get_origin(found.type) is not Literal else (str,)
+    types = types or (found.type,)
+    name = found.help.name or f"--{found.name.replace('_', '-')}"
+    settings: dict[str, Any] = {"help": found.help.text}
+    if bool in types:
+        if found.default is False:
+            return option(name, is_flag=True, **settings)
+        return option(f"{name}/--no-{name[2:]}", default=found.default, **settings)
+    numbers = [kind for kind in (float, int) if kind in types and str not in types]
+    settings["type"] = TYPES.get(found.help.kind, numbers[0] if numbers else str)
+    settings["multiple"] = (
+        any(get_origin(kind) not in (None, Literal) for kind in types) or found.type == tuple[str, ...]
+    )
+    if found.help.metavar:
+        settings["metavar"] = found.help.metavar
+    if found.default is not None and not settings["multiple"] and "Default:" not in found.help.text:
+        settings["default"] = found.default
+    values = metric_names if found.help.kind == "metric" else found.help.values
+    return option(*dict.fromkeys((name, found.name)), values=values, required=found.is_required, **settings)
+
+
+def metric_names() -> list[str]:
+    """Return the values of `--metric`."""
+    from ..evaluation.quality import metric_names
+
+    return metric_names()
+
+
+# Arguments and options of several commands whose functions have no record.
+MODEL = Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint.")
+OUTPUT = Argument("output", type=FILE, about="The folder to write.")
+OVERWRITE = option("--overwrite", is_flag=True, help="Replace the folder, if a command wrote all of it.")
+DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cuda:1, mps.")
+DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
+SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
+MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use only the first N pairs. Default: all.")
+BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences that are translated together.")
+NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
+MAX_NEW_TOKENS = option("--max-new-tokens", type=AT_LEAST_ONE, help="Longest output. Default: the checkpoint's.")
+LANGUAGES = (
+    option(
+        "--source-lang",
+        metavar="de",
+        help="Column of the source; of multilingual models also the code: de=de_DE. T5: de='prefix: '.",
+    ),
+    option("--target-lang", metavar="en", help="The same for the target."),
+)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def pop_languages(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the two languages out of the options, under the names that functions behind the public ones have."""
+    return {"source": options.pop("source_lang"), "target": options.pop("target_lang")}
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given. An error in those of a conversion is raised before torch is imported."""
+    found = given(**options)
+    found |= {"pattern": read_pattern(found["pattern"])} if "pattern" in found else {}
+    CompressionOptions.of(found)
+    return found
+
+
+def join_names(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+(METRIC,) = parameters_of(TrainingOptions, names=["metrics"])
