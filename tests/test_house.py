@@ -18,6 +18,7 @@ PACKAGE = ROOT / "lightformers_hf"
 # the attribute by which a transformers model class says what it does not store.
 INTERNALS = {
     "evaluation/quality.py",
+    "cli/streams.py",
     "engines/ctranslate2.py",
     "loading.py",
     "models/layers.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -89,9 +89,8 @@ def make_option(found: Option) -> CommandOption:
         return option(f"{name}/--no-{name[2:]}", default=found.default, **settings)
     numbers = [kind for kind in (float, int) if kind in types and str not in types]
     settings["type"] = TYPES.get(found.help.kind, numbers[0] if numbers else str)
-    settings["multiple"] = (
-        any(get_origin(kind) not in (None, Literal) for kind in types) or found.type == tuple[str, ...]
-    )
+    kinds = (found.type, *types)
+    settings["multiple"] = any(get_origin(kind) in (dict, tuple, Iterable, Sequence) for kind in kinds)
     if found.help.metavar:
         settings["metavar"] = found.help.metavar
     if found.default is not None and not settings["multiple"] and "Default:" not in found.help.text:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..checkpoints.teacher import Teacher
 from ..loading import skeleton, stored_tensors
 from ..matrices import Weight, bias_of
-from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
+from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig, check_groups
 from ..models.stack import group_layers
 from ..options import OptionError
 from .moments import INPUT_DAMPING, Metric, damped_root
@@ -71,6 +71,10 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
                 name, f" is {asked}, but layers of a {own.model_type} are shared as its training had them: remove it"
             )
         if asked is not None and asked != getattr(own, name):
+            try:
+                check_groups(name, asked, getattr(own, name.replace("groups", "layers")))
+            except ValueError as error:
+                raise OptionError(name, str(error).removeprefix(name)) from None
             fields[name] = asked
     if fields and isinstance(own, LightFormerConfig):
         name, asked = next(iter(fields.items()))

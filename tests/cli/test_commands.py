@@ -429,7 +429,7 @@ def test_old_options_work_and_warn(lightformers, command, old, new):
 def test_a_library_that_never_returns_ends_at_sigterm():
     script = """
 import ctypes
-from lightformers_hf.cli import commands, framework
+from lightformers_hf.cli import commands, streams
 
 def wait(**_):
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -437,7 +437,7 @@ def wait(**_):
     print(flush=True)
     lock(mutex)
 
-framework.GRACE = 0.2
+streams.GRACE = 0.2
 commands.app.commands["demo"].function = wait
 commands.main()
 """

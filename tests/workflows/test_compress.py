@@ -1,6 +1,5 @@
 """A compression by one call: its folder, that it goes on, and what it refuses."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -8,7 +7,7 @@ import shutil
 import pytest
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lightformers_hf import CompressionOptions
+from lightformers_hf.arguments import CompressArguments
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.engines import load_engine
 from lightformers_hf.files import read_json
@@ -231,8 +230,7 @@ def test_only_what_is_missing_is_set_apart(tiny_marian, asked, tmp_path, monkeyp
     ],
 )
 def test_the_method_fits_the_engine(options, method, note):
-    fields = dict.fromkeys(option.name for option in dataclasses.fields(CompressionOptions))
-    chosen, said = choose_method(fields | options, options.get("to", "ctranslate2"))
+    chosen, said = choose_method(CompressArguments("model", "output", **options))
     assert chosen.get("method") == method
     assert said.startswith(note) or note in said
     assert bool(said) == bool(note)

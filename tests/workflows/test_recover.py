@@ -15,10 +15,11 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert
+from lightformers_hf.arguments import RecoverArguments
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
 from lightformers_hf.recovery.runs import choose_settings, find_distance, plan_steps
-from lightformers_hf.workflows.recover import Run, recover
+from lightformers_hf.workflows.recover import Run, recover, start_run
 
 pytestmark = pytest.mark.usefixtures("few_random_texts")
 BASE = choose_settings(4, 256, same_width=True, bf16=False, on_cpu=True)
@@ -310,7 +311,9 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
     AutoTokenizer.from_pretrained(tiny_mbart50).save_pretrained(tmp_path / "teacher")
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     places = [tmp_path / name for name in ("light", "out", "teacher")]
-XX
+    names = {"model": str(places[0]), "teacher": str(places[2])}
+    call = RecoverArguments(**names, output=places[1], progress=False)
+    run = start_run(call, places[1], names["model"], names["teacher"], None, None)
     assert light.generation_config.forced_bos_token_id is not None
     assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
 
@@ -345,7 +348,11 @@ def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
 def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tmp_path):
     languages = ("de=translate: ", "en")
     data = str(place / "pairs.jsonl")
-    run = Run(place / "light", tmp_path / "out", tiny_marian, data, None, languages, [], (), 0, False)
+    light, out, teacher = str(place / "light"), tmp_path / "out", str(tiny_marian)
+    sides = dict(zip(("source_lang", "target_lang"), languages, strict=True))
+    run = start_run(
+        RecoverArguments(light, out, teacher=teacher, progress=False, **sides), out, light, teacher, data, None
+    )
     assert all(text.startswith("translate: ") for text in [*run.corpus.table["source"], *run.held_out["source"]])
 
 
