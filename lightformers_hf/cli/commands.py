@@ -25,7 +25,7 @@ from ..arguments import (
 from ..conversion.options import CompressionOptions
 from ..engines import ARGOS, ENGINES, check_engine_name, deployment_names, split_deployment
 from ..files import check_file, check_folder, check_output, write_whole
-from .framework import Answer, Group, check_installed, command
+from .framework import Answer, Group, command
 from .parameters import (
     AT_LEAST_ONE,
     BATCH_SIZE,
@@ -46,6 +46,7 @@ from .parameters import (
     SEED,
     SPLIT,
     Argument,
+    check_installed,
     given,
     join_names,
     option,

@@ -12,18 +12,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..deprecated import MOVED_COMMANDS, current_words
-from ..files import check_file, check_folder, find_folder, is_full_disk, json_text, write_whole
+from ..files import check_file, is_full_disk, json_text, write_whole
 from ..options import OptionError
 from ..results import Result, print_parts
-from ..text import check_data
-from .parameters import CHECKPOINT, DATA, Argument, option
+from .parameters import Argument, check_inputs, option
 from .streams import check_open, loudness
 
 if TYPE_CHECKING:
@@ -198,20 +196,3 @@ def is_of(error: Exception, library: str) -> bool:
     calls = traceback.walk_tb(error.__traceback__)
     last = [frame.f_globals.get("__name__", "") for frame, _ in calls][-1:]
     return any(name.partition(".")[0] == library for name in last)
-
-
-def check_inputs(parameters: Sequence[click.Parameter], arguments: Mapping[str, Any]) -> None:
-    """Raise an error where a model's folder or a file of data that is named is not there."""
-    for parameter in parameters:
-        value = arguments.get(str(parameter.name))
-        for name in filter(None, value if isinstance(value, tuple) else (value,)):
-            if parameter.type is DATA:
-                check_data(name)
-            elif parameter.type is CHECKPOINT and (folder := find_folder(name)):
-                check_folder(folder)
-
-
-def check_installed(module: str, extra: str, what: str) -> None:
-    """Raise `ValueError` where a module of an optional extra is missing, without which `what` can't be done."""
-    if find_spec(module) is None:
-        raise ValueError(f"{what} needs {module}: pip install 'lightformers_hf[{extra}]'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,7 +12,9 @@ import click
 
 from ..arguments import TrainingOptions
 from ..conversion.options import CompressionOptions, read_pattern
+from ..files import check_folder, find_folder
 from ..options import Option, options_of
+from ..text import check_data
 
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
@@ -97,6 +100,23 @@ def make_option(found: Option) -> CommandOption:
         settings["default"] = found.default
     values = metric_names if found.help.kind == "metric" else found.help.values
     return option(*dict.fromkeys((name, found.name)), values=values, required=found.is_required, **settings)
+
+
+def check_inputs(parameters: Sequence[click.Parameter], arguments: Mapping[str, Any]) -> None:
+    """Raise an error where a model's folder or a file of data that is named is not there."""
+    for parameter in parameters:
+        value = arguments.get(str(parameter.name))
+        for name in filter(None, value if isinstance(value, tuple) else (value,)):
+            if parameter.type is DATA:
+                check_data(name)
+            elif parameter.type is CHECKPOINT and (folder := find_folder(name)):
+                check_folder(folder)
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raise `ValueError` where a module of an optional extra is missing, without which `what` can't be done."""
+    if find_spec(module) is None:
+        raise ValueError(f"{what} needs {module}: pip install 'lightformers_hf[{extra}]'")
 
 
 def metric_names() -> list[str]:

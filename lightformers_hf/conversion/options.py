@@ -120,8 +120,8 @@ class CompressionOptions:
         Help(
             "low-rank: factors; narrow: fewer neurons, narrower heads; paper: plain SVD. Default: auto, the better.",
             "METHOD",
-            "`auto` takes the better of both for each part, or one for all. `paper` truncates every matrix alone (Eq. 11), with the "
-            "ratio for each (Eq. 12). Matrices of a group are "
+            "`auto` takes the better of both for each part, or one for all. "
+            "`paper` truncates every matrix alone (Eq. 11), with the ratio for each (Eq. 12). Matrices of a group are "
             "truncated layer by layer, then merged to one of their rank.",
             values=METHODS,
         ),

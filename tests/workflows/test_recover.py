@@ -377,7 +377,7 @@ def test_it_is_alone_in_its_folder_also_where_that_is_new(place, tiny_marian, tm
     assert (found.output, sorted(path.name for path in tmp_path.iterdir())) == (str(output), ["light", "new"])
     assert (output / "compression.json").is_file()
     with pytest.raises(ValueError, match="which is read"):
-        recover("~/light", "~/light", **options(place, tmp_path / "light"))
+        recover("~/light", "~/light", **options(place, tiny_marian))
     with pytest.raises(FileNotFoundError):
         recover(place / "light", tmp_path / "other" / "out", **options(place, tmp_path / "no teacher"))
     assert not (tmp_path / "other").exists()
