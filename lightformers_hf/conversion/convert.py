@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +42,10 @@ LAYERS, LOGITS, ALGEBRA, SLOWER = 0.33, 0.33, 0.09, 2
 # The share of the work that remains if the text has its translations, seconds to load, and the exponent of the speed
 # of several threads.
 GIVEN, LOADING, SHARED = 0.6, 8.0, 0.5
-# Bytes of the libraries, and how often the model is in memory in float32: teacher, result, activations.
-LIBRARIES, COPIES = 7e8, 1.9
+# Factors of the shortest and the longest time: processors differ, and several conversions may be compared.
+SHORTEST, LONGEST = 0.3, 3.0
+# Bytes of the libraries, and how often the model is in memory in float32, at most: teacher, result, activations.
+LIBRARIES, COPIES = 1.2e9, 2.6
 
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
@@ -216,7 +219,7 @@ def measure(
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
-    """Estimate time and memory of the default conversion of a model, within a factor of about 1.5."""
+    """Estimate the range of the time and the largest memory of the default conversion of a model."""
     layers = logits = cubes = 0.0
     for name, kind in find_matrices(teacher):
         m, n = product_of(teacher.get_submodule(name)).shape
@@ -227,8 +230,13 @@ def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
     work = (LAYERS * layers + LOGITS * logits) * tokens * (GIVEN if given else 1) + ALGEBRA * cubes
     work *= (1 if has_fast_bf16() else SLOWER) / min(count_workers(), AT_ONCE) ** SHARED
     seconds, memory, free = LOADING + work / 1e9, LIBRARIES + COPIES * 4 * (layers + logits), free_memory()
-    time = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{max(1, round(seconds / 10)) * 10} seconds"
-    line = f"This takes at least {time}, on idle cores, and about {memory / 1e9:.1f} GB of memory."
+    ends = (seconds * SHORTEST, seconds * LONGEST)
+    shortest, longest = ((end / 60, "minutes") if end > 90 else (end, "seconds") for end in ends)
+    first = f"{max(1, int(shortest[0]))}" + ("" if shortest[1] == longest[1] else f" {shortest[1]}")
+    line = (
+        f"This takes between {first} and {math.ceil(longest[0])} {longest[1]} on idle cores, and up to "
+        f"{memory / 1e9:.1f} GB of memory."
+    )
     if memory <= free:
         return line
     return f"{line} Only {free / 1e9:.1f} GB are free, so it may be ended half-way; --method paper needs least."
