@@ -75,7 +75,9 @@ def describe_configuration(name: str) -> Iterator[str]:
     shared = configuration_lightformer.FactorizedConfig
     config = getattr(lightformers_hf, name, shared)
     below = {field.name: field.default for field in dataclasses.fields(config.__mro__[1])}
-    sentences = field_sentences(shared) | field_sentences(config)
+    sentences: dict[str, str] = {}
+    for each in reversed(config.__mro__[: config.__mro__.index(shared) + 1]):
+        sentences |= field_sentences(each)
     yield "| field | type | default | |\n|---|---|---|---|"
     for field in dataclasses.fields(config):
         if field.name not in below or below[field.name] != field.default:

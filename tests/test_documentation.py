@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
+from speech import make_whisper, texts, write_speech
 from tiny import sizes
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
@@ -31,7 +32,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightformers_hf import LightFormerConfig, PartialFormerConfig, SubformerConfig, cli, convert
+from lightformers_hf import (
+    LightFormerConfig,
+    LightFormerSpeechConfig,
+    PartialFormerConfig,
+    SubformerConfig,
+    cli,
+    convert,
+)
 from lightformers_hf.models.configuration_lightformer import FactorizedConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_python")]
@@ -207,6 +215,10 @@ def test_a_page_can_be_followed(page, workplace, monkeypatch):
     if page == "tutorial.md":  # which makes them itself
         shutil.rmtree("light")
         shutil.rmtree("recovered")
+    if page == "how-to/compress-whisper.md":
+        make_whisper(Path("whisper-base"))
+        for folder in ("speech", "validation"):
+            write_speech(Path(folder), texts(12))
     names = {}
     for language, title, content in blocks(page):
         if title:
@@ -302,7 +314,7 @@ def test_the_site_builds(site):
     assert (site / "search/search_index.js").is_file()  # what searches without a server
     assert 'src="pictures/compression.png"' in (site / "results.html").read_text(encoding="utf-8")
     fields = (site / "reference/configurations.html").read_text(encoding="utf-8")
-    for config in (LightFormerConfig, SubformerConfig, PartialFormerConfig):
+    for config in (LightFormerConfig, LightFormerSpeechConfig, SubformerConfig, PartialFormerConfig):
         own = {field.name for field in dataclasses.fields(config)}
         own -= {field.name for field in dataclasses.fields(PreTrainedConfig)} - {*vars(FactorizedConfig)}
         assert not {name for name in own if f"<code>{name}</code>" not in fields}

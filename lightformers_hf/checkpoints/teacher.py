@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoFeatureExtractor,
     AutoTokenizer,
+    FeatureExtractionMixin,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -77,6 +79,7 @@ class Teacher:
     languages: tuple[str | None, str | None] = (None, None)  # source and target, as they were given
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)  # {stack: layers of the source that it has}
     kept: KeptTokens | None = None  # its tokens, if it has fewer than the source
+    feature_extractor: FeatureExtractionMixin | None = None  # of a model for speech
 
     @property
     def folder(self) -> Path | None:
@@ -87,6 +90,15 @@ class Teacher:
     def config(self) -> FactorizedConfig:
         """The configuration of its model."""
         return self.model.config
+
+    def need_extractor(self) -> FeatureExtractionMixin:
+        """The feature extractor. Raises `ValueError` if there is none."""
+        if self.feature_extractor is None:
+            raise ValueError(
+                f"{self.name} holds no feature extractor (preprocessor_config.json), which makes spectrograms of "
+                "sound: put the file of the model that it was trained from there"
+            )
+        return self.feature_extractor
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises `ValueError` if there is none."""
@@ -122,9 +134,7 @@ def read(
         config = family.fit_weights(family.own_config(source_config), tensors, where)
         if config.dtype is None and (stored := main_dtype(tensors.values())) in WEIGHT_TYPES:
             config.dtype = stored  # in which transformers loads it, too
-        model_class = getattr(
-            models, architecture or family.architectures[0], models.LightFormerForConditionalGeneration
-        )
+        model_class = getattr(models, architecture or family.architectures[0], getattr(models, family.model_class))
         expected = skeleton(model_class, config)
     except DAMAGED as error:
         raise_unless_damaged(error, where)
@@ -150,12 +160,25 @@ def read(
         tokenizer,
         _generation_config(source, folder, source_config, starts, config.decoder_vocab_size),
         name=printable_name(folder if in_folder else name),
-        family=source_config.model_type,
+        family=type(source_config).model_type,
         source=source if is_loaded(source) else folder,
         hub_name=name if not in_folder and (folder is not None or "/" in name) else None,
         languages=languages,
         layers={stack: range(getattr(config, f"{stack}_layers")) for stack in STACKS},
+        feature_extractor=_read_extractor(folder) if reads_sound(config) and folder else None,
     )
+
+
+def reads_sound(config: PreTrainedConfig) -> bool:
+    """Whether a model with this configuration reads spectrograms."""
+    return hasattr(config, "num_mel_bins")
+
+
+def _read_extractor(folder: Path) -> FeatureExtractionMixin | None:
+    try:
+        return load_pretrained(AutoFeatureExtractor, folder)
+    except OSError:
+        return None
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -344,4 +367,11 @@ def shorten(teacher: Teacher, layers: Mapping[str, int | None]) -> Teacher:
             tensors[f"{match[1]}{kept[match[2]].index(depth)}{match[4]}"] = tensor
     fields = {f"{stack}_layers": len(depths) for stack, depths in kept.items()}
     shorter = type(config)(**{**config.to_dict(), **fields})
-    return replace_model(teacher, shorter, tensors, layers={**teacher.layers, **kept})
+    generation_config = copy.deepcopy(teacher.generation_config)
+    if (heads := getattr(generation_config, "alignment_heads", None)) and "decoder" in kept:
+        # Heads of Whisper that tell the times of words, of the layers that stay; else those of the last layer.
+        left = [[kept["decoder"].index(layer), head] for layer, head in heads if layer in kept["decoder"]]
+        last = len(kept["decoder"]) - 1
+        generation_config.alignment_heads = left or [[last, head] for head in range(config.decoder_attention_heads)]
+    others = {"generation_config": generation_config, "layers": {**teacher.layers, **kept}}
+    return replace_model(teacher, shorter, tensors, **others)

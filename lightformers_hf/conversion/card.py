@@ -25,6 +25,7 @@ TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModel": "feature-extraction",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
 }
 
 
@@ -277,6 +278,16 @@ A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} uniq
 {% endif %}
 ## Load it
 
+{% if model.auto_class == "AutoModelForSpeechSeq2Seq" %}
+```python
+from transformers import pipeline
+
+# Needs torch, transformers ({{ oldest }} or newer), and ffmpeg to read files of sound.
+# The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
+transcribe = pipeline("automatic-speech-recognition", "{{ place }}", trust_remote_code=True)
+print(transcribe("speech.flac", return_timestamps=True)["text"])  # of any length
+```
+{% else %}
 ```python
 from transformers import {{ model.auto_class }}, AutoTokenizer
 
@@ -290,6 +301,7 @@ inputs = tokenizer(["A sentence."], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))
 {% endif %}
 ```
+{% endif %}
 
 Code from elsewhere is best pinned: `revision="…"` with the commit that you have read.
 {% if report %}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..checkpoints.fidelity import check_outputs
-from ..checkpoints.teacher import Teacher, copy_model, on_device, shorten, trim
-from ..files import CARD_FILE
+from ..checkpoints.teacher import Teacher, copy_model, on_device, reads_sound, shorten, trim
+from ..files import CARD_FILE, write_json
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
@@ -25,6 +26,7 @@ from ..options import OptionError
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..text import fingerprint
 from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
+from .calibration_speech import draw_pieces, sound_batches
 from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
 from .card import model_card
 from .forms import Form, all_forms
@@ -197,12 +199,22 @@ def measure(
 
     Sensitivity is not measured if the share of parameters that is `removed` is `None`.
     """
-    pairs = draw_pairs(whole, options, study)
+    pairs: Any = (draw_pieces if reads_sound(whole.config) else draw_pairs)(whole, options, study)
     if shows_progress() and device.type == "cpu":
-        given = pairs is not None and "target" in pairs.column_names
-        tqdm.write(forecast(whole.model, count_tokens(whole, options, pairs), given=given), file=sys.stderr)
+        if whole.feature_extractor is not None:
+            given, tokens = False, len(pairs) * whole.config.max_source_positions
+        else:
+            given = pairs is not None and "target" in pairs.column_names
+            tokens = count_tokens(whole, options, pairs)
+        tqdm.write(forecast(whole.model, tokens, given=given), file=sys.stderr)
     model = on_device(whole.model, device)
-    batches, held = hold_out(sample_text(model, whole, options, study, pairs))
+    if whole.feature_extractor is not None:
+        texts = [piece.text for piece in pairs if piece.text]
+        drawn: Sequence[Batch] = sound_batches(model, whole, pairs, options.columns[0], study.calibration_seed)
+    else:
+        texts = [] if pairs is None else pairs["source"]
+        drawn = sample_text(model, whole, options, study, pairs)
+    batches, held = hold_out(drawn)
     shorter = model if teacher is whole else copy_model(teacher.model).to(device)
     if bridges:
         bridge(shorter, model, teacher.layers, batches)
@@ -213,7 +225,7 @@ def measure(
         calibration = Calibration(
             shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
-    sentences = set() if pairs is None else {fingerprint(sentence) for sentence in pairs["source"]}
+    sentences = {fingerprint(sentence) for sentence in texts}
     agreed = batches if held is None else held
     return Measured(teacher, model, calibration, agreed, held is not None, sorted(sentences))
 
@@ -341,6 +353,10 @@ def write(result: Compressed, folder: Path, place: str) -> None:
         # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
         # type.
         teacher.tokenizer.save_pretrained(folder)
+        if spelling := getattr(teacher.tokenizer, "english_spelling_normalizer", None):
+            write_json(spelling, folder / "normalizer.json")
+    if teacher.feature_extractor is not None:
+        teacher.feature_extractor.save_pretrained(folder)
     write_report(report, folder)
     facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
     (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")

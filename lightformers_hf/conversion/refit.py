@@ -28,7 +28,10 @@ from .sensitivity import (
     SHRINKAGE,
     Batch,
     Calibration,
+    at_least,
     cut_batches,
+    encoder_inputs,
+    memory_mask,
     model_inputs,
     stream_of,
     target_states,
@@ -84,7 +87,8 @@ def refit(
     batches = cut_batches(calibration.batches, TOKENS)
     regression = Regression(student, teacher, depths, batches, store, coordinates, CORRECTED, calibration)
     regression.run(tuple(depths), "refitting")
-    balance(student, teacher, batches, store)
+    if student.final_logits_bias is not None:
+        balance(student, teacher, batches, store)
 
 
 @torch.no_grad()
@@ -97,7 +101,8 @@ def bridge(shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, b
     store = TensorStore(teacher.device)
     regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, share=1)
     regression.run(stacks, "fitting layers")
-    balance(shorter, teacher, regression.batches, store)
+    if shorter.final_logits_bias is not None:
+        balance(shorter, teacher, regression.batches, store)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +261,10 @@ class Regression:
             # Nearly constant inputs leave a covariance of rounding errors; inputs that are always zero leave none.
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
-            ridge = max(self.ridge * covariance.diagonal().mean(), CONSTANT * seen)
+            stream = stream_of(next(iter(some)))
+            tokens = sum(int(token_mask(batch, stream).sum()) for batch in self.batches)
+            share = at_least(self.ridge, len(covariance), tokens)
+            ridge = max(share * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs
             for name, layer in some.items():
                 own = change_outputs(_matrix(before.get_submodule(name), self.device), self.coordinates.get(name))
@@ -333,13 +341,15 @@ class HiddenStates:
             found.extend((args, kwargs))
             raise _StopError
 
-        given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        given: dict[str, Any] = encoder_inputs(batch)
         if self.name == "decoder":
-            memory, mask = self.store[self.who, "encoder", index], given["attention_mask"]
+            memory, mask = self.store[self.who, "encoder", index], memory_mask(batch)
             given = {"encoder_hidden_states": memory, "encoder_attention_mask": mask, "use_cache": False}
             given["input_ids"] = batch["decoder_input_ids"]
+            if "decoder_position_ids" in batch:
+                given["position_ids"] = batch["decoder_position_ids"]
         if states is not None:
-            given |= {"input_ids": None, "inputs_embeds": states}
+            given |= {self.stack.main_input_name: None, "inputs_embeds": states}
         register = partial(self.stack.layers[0].register_forward_pre_hook, with_kwargs=True)
         _run_with([(register, see)], partial(self.stack, **given))
         return found

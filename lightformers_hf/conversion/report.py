@@ -103,7 +103,7 @@ class ModelFacts:
         """Return the facts of a model of this package, which may be a skeleton."""
         auto_classes = {reference.split(".")[-1]: name for name, reference in model.config.auto_classes.items()}
         auto_class = auto_classes[type(model).__name__]
-        return cls(model.config.model_type, auto_class, model.num_parameters(), tensor_bytes(model))
+        return cls(type(model.config).model_type, auto_class, model.num_parameters(), tensor_bytes(model))
 
 
 @dataclass(frozen=True)

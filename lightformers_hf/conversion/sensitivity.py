@@ -25,6 +25,9 @@ from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, f
 
 # Share of the mean variance of inputs that is added to C: random tokens show other inputs than real text.
 SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
+# Shares rise above these where an input has more features than this part of the number of tokens: a few thousand
+# tokens of transcripts show little of 2,048 neurons.
+FEW = 8
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
@@ -87,7 +90,8 @@ def find_temperature(variance: float, removed: float) -> float:
 
 def token_keys(batch: Batch) -> Tensor:
     """A number from 1 to `PERIOD` for every target token (B, T), of its source sentence and its place."""
-    sentences = (batch["input_ids"] * batch["attention_mask"]).sum(1, keepdim=True)
+    ids = batch["input_ids"] * batch["attention_mask"] if "input_ids" in batch else batch["decoder_input_ids"]
+    sentences = ids.sum(1, keepdim=True)
     places = torch.arange(batch["labels"].shape[1], device=sentences.device)
     return ((sentences * 7919 + places * 104_729) % PERIOD + 1).float()
 
@@ -100,8 +104,8 @@ class Calibration:
     Args:
         model: a sequence-to-sequence model of this package, on the device where it is to run.
         linear: names of its linear layers.
-        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`. Larger ones than
-            `TOKENS` are cut.
+        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`; of a model for
+            speech `input_features`, whose mask marks the positions that count. Larger ones than `TOKENS` are cut.
         removed: share of the parameters that compression removes, which `find_temperature` takes.
         self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.
@@ -137,8 +141,9 @@ class Calibration:
         size = model.config.decoder_vocab_size
         self.temperature = find_temperature(logit_variance(model.logits_of, states, size), removed)
         self._probes = Probes(size, model.device, self.temperature)
-        tables = [f"model.{stack}.embed_tokens" for stack in ("encoder", "decoder")]
-        kinds = {**dict.fromkeys(linear, "linear"), **dict.fromkeys(tables, "table"), self._output_name: "output"}
+        first = "conv2" if hasattr(model.model.encoder, "conv2") else "embed_tokens"
+        tables = {f"model.encoder.{first}": "table", "model.decoder.embed_tokens": "table"}
+        kinds = {**dict.fromkeys(linear, "linear"), **tables, self._output_name: "output"}
         hooks = [self._watch(name, kind) for name, kind in kinds.items()]
         try:
             with cast_weights(self.model):
@@ -174,6 +179,9 @@ class Calibration:
 
         def see(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor | None:
             masks, vectors, additions = self._current.batch
+            if name.endswith("conv2"):  # in place of a table: the gradients of the encoder flow to its output
+                vectors.append(output.detach().requires_grad_())
+                return vectors[-1]
             # Behind the decoder's states there are the tokens that count alone.
             tokens = ... if name.startswith("lm_head") else masks[stream_of(name)]
             mask = _where_errors_count(module, kind, arguments[0], output, tokens)
@@ -237,7 +245,8 @@ class Calibration:
         counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
         second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
         mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
-        second.diagonal().add_(self.shrinkage * second.diagonal().mean())
+        tokens = sum(map(len, self._token_weights.get(names[0], ())))
+        second.diagonal().add_(at_least(self.shrinkage, len(second), tokens) * second.diagonal().mean())
         return second, mean
 
     def token_weights(self, names: list[str]) -> Tensor:
@@ -305,6 +314,11 @@ class Calibration:
         return module_name
 
 
+def at_least(share: float, features: int, tokens: int) -> float:
+    """Return `share`, or a larger one if there are few `tokens` for each feature of an input; unknown ones are 0."""
+    return max(share, features / (FEW * tokens)) if tokens else share
+
+
 def _mean(tensors: list[Tensor]) -> Tensor:
     """Their mean; of one, itself."""
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
@@ -313,6 +327,16 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 def model_inputs(batch: Batch, device: torch.device) -> Batch:
     """A batch without its labels, on the device of a model."""
     return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+
+
+def encoder_inputs(batch: Batch) -> Batch:
+    """The part of a batch that an encoder reads."""
+    return {name: batch[name] for name in ("input_ids", "input_features", "attention_mask") if name in batch}
+
+
+def memory_mask(batch: Batch) -> Tensor | None:
+    """The positions of the encoder that cross-attention sees: those of tokens, or all positions of sound."""
+    return batch["attention_mask"] if "input_ids" in batch else None
 
 
 def target_states(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -362,7 +386,7 @@ def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
 
 def _width(*batches: Batch) -> int:
     """Tokens of a pair, with padding, in batches that are padded to one width."""
-    return sum(max(batch[side].shape[1] for batch in batches) for side in ("input_ids", "labels"))
+    return sum(max(batch[side].shape[1] for batch in batches) for side in ("attention_mask", "labels"))
 
 
 def _join(*batches: Batch) -> Batch:

@@ -16,6 +16,8 @@ name. The file has:
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
   folder without this package, `EXAMPLE`, with `{folder}`, `{text}`, and `{first}` and `{skip}` for a forced token;
+- and if it runs models for speech, `write_speech(source, folder, quantization)`, `measure_speech(source, folder)`, the
+  difference in nats from the checkpoint, and `SPEECH_EXAMPLE`;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine: its names are imported when they are first used.
@@ -65,6 +67,12 @@ class EngineFile(Protocol):
     def write(self, source: Teacher, folder: Path, quantization: str) -> Expansion: ...
 
     def write_shortlist(self, source: Teacher, folder: Path, quantization: str, shortlist: Shortlist) -> None: ...
+
+    SPEECH_EXAMPLE: str
+
+    def write_speech(self, source: Teacher, folder: Path, quantization: str) -> Expansion: ...
+
+    def measure_speech(self, source: Teacher, folder: Path) -> float: ...
 
     def load(self, folder: Path, search: Search, threads: int) -> RunningModel: ...
 

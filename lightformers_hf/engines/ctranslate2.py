@@ -16,7 +16,7 @@ from pathlib import Path
 import ctranslate2
 import numpy as np
 import torch
-from ctranslate2.specs import common_spec, transformer_spec
+from ctranslate2.specs import common_spec, transformer_spec, whisper_spec
 from ctranslate2.specs.model_spec import LayerSpec
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ from ..files import read_json, write_json
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..options import OptionError
+from ..speech import prompt_of
 from ..vocabularies import read_vocabularies
 from .layers import (
     Attention,
@@ -49,6 +50,7 @@ ACTIVATIONS |= {"silu": Activation.SWISH, "swish": Activation.SWISH, "tanh": Act
 NAME = "CTranslate2"
 EXPANDS_LOW_RANK = True
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
+SPEECH_TOKENS = 8  # that are compared
 VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 
 
@@ -274,6 +276,69 @@ def _set_special_tokens(
         setattr(spec.config, name, token if known else spec.config.eos_token)
 
 
+# --- Speech
+
+
+def write_speech(source: Teacher, folder: Path, quantization: str) -> Expansion:
+    """Write a model for speech as CTranslate2's Whisper, which faster-whisper loads, and its vocabulary."""
+    model, config, expansion = source.model, source.model.config, Expansion()
+    if config.activation_function != "gelu" or config.gated_ffn:
+        raise ValueError(
+            f"activation_function is {config.activation_function!r}, but CTranslate2's Whisper has gelu alone"
+        )
+    stacks = [read_stack(stack) for stack in (model.model.encoder, model.model.decoder)]
+    heads = config.encoder_attention_heads, config.decoder_attention_heads
+    spec = whisper_spec.WhisperSpec(len(stacks[0].layers), heads[0], len(stacks[1].layers), heads[1])
+    spec.decoder = transformer_spec.TransformerDecoderSpec(len(stacks[1].layers), heads[1], project_in_out=True)
+    spec.decoder.activation, spec.decoder.scale_embeddings = np.int8(Activation.GELU), False
+    for part, stack in zip((spec.encoder, spec.decoder), stacks, strict=True):
+        part.position_encodings.encodings = _array(stack.positions)
+        _set_norm(part.layer_norm, stack.final_norm)
+        for layer_spec, layer in zip(part.layer, stack.layers, strict=True):
+            _set_layer(layer_spec, layer, expansion)
+    for name in ("conv1", "conv2"):
+        layer = getattr(model.model.encoder, name)
+        getattr(spec.encoder, name).weight, getattr(spec.encoder, name).bias = _array(layer.weight), _array(layer.bias)
+    _set_vocabulary_layers(spec.decoder, stacks[1].embedding, read_output(model), (), None)
+    tokens = source.tokenizer.convert_ids_to_tokens(range(config.decoder_vocab_size))
+    first = source.generation_config.no_timestamps_token_id + 1  # some tokenizers lack the tokens of times
+    spec.register_vocabulary([t if t is not None else f"<|{(i - first) * 0.02:.2f}|>" for i, t in enumerate(tokens)])
+    generation = source.generation_config
+    spec.config.suppress_ids = list(generation.suppress_tokens or ())
+    spec.config.suppress_ids_begin = list(generation.begin_suppress_tokens or ())
+    spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
+    last = config.decoder_layers - 1
+    spec.config.alignment_heads = getattr(generation, "alignment_heads", None) or [
+        [last, head] for head in range(heads[1])
+    ]
+    spec.validate()
+    quantize(spec, quantization)
+    spec.save(str(folder))
+    return expansion
+
+
+def measure_speech(source: Teacher, folder: Path) -> float:
+    """Return the difference of log p from the checkpoint's, in nats a token, on noise that the engine transcribes."""
+    config, generation = source.model.config, source.generation_config
+    generator = torch.Generator().manual_seed(0)
+    features = torch.rand(1, config.num_mel_bins, 2 * config.max_source_positions, generator=generator) - 0.5
+    engine = ctranslate2.models.Whisper(str(folder), device="cpu", intra_threads=1)
+    languages = getattr(generation, "lang_to_id", None) or {}
+    prompt = prompt_of(generation, next((token.strip("<|>") for token in languages), None))
+    view = ctranslate2.StorageView.from_array(features.numpy())
+    (result,) = engine.generate(
+        view, [prompt], beam_size=1, max_length=len(prompt) + SPEECH_TOKENS, length_penalty=0, return_scores=True,
+        suppress_tokens=[], suppress_blank=False,
+    )  # fmt: skip
+    tokens = result.sequences_ids[0]
+    if len(tokens) < SPEECH_TOKENS:
+        tokens = [*tokens, generation.eos_token_id]
+    inputs = torch.tensor([[*prompt, *tokens]])
+    logits = source.model(features, decoder_input_ids=inputs[:, :-1]).logits[0, len(prompt) - 1 :]
+    expected = logits.log_softmax(-1).gather(1, inputs[0, len(prompt) :, None]).sum()
+    return abs(float(result.scores[0]) - float(expected)) / len(tokens)
+
+
 class CTranslate2Model:
     """An exported folder, run by CTranslate2: see `load_engine`."""
 
@@ -341,6 +406,13 @@ for result in translator.translate_batch(tokens, {first}beam_size=1, max_decodin
 def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     """Name the family in CTranslate2's `config.json`, without which transformers knows no pipeline for the folder."""
     write_json({**read_json(folder / "config.json"), "model_type": model_type(source)}, folder / "config.json")
+
+
+SPEECH_EXAMPLE = """from faster_whisper import WhisperModel
+
+model = WhisperModel("{folder}", device="cpu", compute_type="default")
+segments, _ = model.transcribe("speech.flac", beam_size=1)
+print(" ".join(segment.text.strip() for segment in segments))"""
 
 
 def describe_loading(folder: Path) -> str:

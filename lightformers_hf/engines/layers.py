@@ -19,6 +19,7 @@ from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
+from ..models.modeling_lightformer_speech import LightFormerForSpeechSeq2Seq
 from .search import Search
 
 # Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
@@ -64,11 +65,13 @@ def read_source(
     check_tokenizer_of(tokenizer, model)
     source, name = Source(**vars(read(model, tokenizer, languages))), model_name(model)
     source.model.requires_grad_(False)
+    if type(source.model) is LightFormerForSpeechSeq2Seq:
+        return source
     if type(source.model) is not LightFormerForConditionalGeneration:
         raise ValueError(
             f"{name} holds a {type(source.model).__name__}, which {engine} does not support: exported models "
-            "are LightFormers for translation or summarization, and the dense models that become one (Marian, BART, "
-            "mBART, Pegasus, M2M100, T5, mT5, UMT5). Run it in transformers, or convert its dense teacher and export "
+            "are LightFormers for text or speech, and the dense models that become one (Marian, BART, mBART, Pegasus, "
+            "M2M100, T5, mT5, UMT5, Whisper). Run it in transformers, or convert its dense teacher and export "
             "that."
         )
     try:
@@ -124,9 +127,9 @@ class Layer:
 @dataclass(frozen=True)
 class Stack:
     """Encoder or decoder. `positions` is the table from position 0 on, `None` where positions are relative; norms that
-    the model lacks are `None`."""
+    the model lacks are `None`, and so is the embedding of an encoder that reads sound."""
 
-    embedding: Weight
+    embedding: Weight | None
     scale: float
     positions: Tensor | None
     embedding_norm: nn.Module | None
@@ -170,7 +173,8 @@ def read_stack(stack: nn.Module) -> Stack:
                 norms.final_layer_norm,
             )
         )
-    embedding, places = Weight.of(stack.embed_tokens), stack.embed_positions
+    table, places = getattr(stack, "embed_tokens", None), stack.embed_positions
+    embedding = None if table is None else Weight.of(table)
     if places is not None:
         places = (places.weight if hasattr(places, "weight") else places.table)[places.offset :]
     first, last = (

@@ -47,6 +47,7 @@ EXACT = 1e-3
 logger = logging.getLogger(__name__)
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
 ALIKE = 0.5
+SPEECH_EXACT, SPEECH_ALIKE = 1e-3, 0.5  # the same for a model for speech, in nats
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class ExportReport(Result):
         limit_by_input: whether the checkpoint names no length of outputs, so that sources suggest it.
         beside: {other quantization that the folder holds too: its bytes, and its difference of log p}.
         package: file in the folder that Argos Translate and LibreTranslate install, if it was asked for.
+        reads_sound: whether it is a model for speech.
     """
 
     engine: str
@@ -91,6 +93,7 @@ class ExportReport(Result):
     beside: dict[str, tuple[int, float]] = field(default_factory=dict)
     limit_by_input: bool = False
     package: str = ""
+    reads_sound: bool = False
 
     def parts(self) -> list[Table | str]:
         """Return a table of the result."""
@@ -131,6 +134,8 @@ class ExportReport(Result):
             lines.append(f"The folder also holds {other}: {size / 1e6:,.1f} MB, difference {difference:.2g} nats.")
         if self.package:
             lines.append(f"Argos Translate and LibreTranslate install {output}/{self.package}.")
+        if self.reads_sound:
+            return [*lines, f"Load it: faster_whisper.WhisperModel({str(output)!r}, device='cpu')."]
         lines += self.tokenizer.lines()
         lines.append(
             f"Try it: lightformers translate {output}; in Python lightformers_hf.load_engine({str(output)!r})."
@@ -203,6 +208,8 @@ def export(
         if calibration:
             source = replace(source, calibration=read_calibration(source, calibration, columns))
         tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
+        if source.feature_extractor is not None:
+            return write_speech(source, engine, temporary, to, quantization or "int8", Path(output).name)
         beside, before = {}, 0
         for other in getattr(engine, "BESIDE", ()) if quantization is None else ():
             engine.write(source, temporary, other)
@@ -280,6 +287,43 @@ def read_calibration(
     pad = source.model.config.pad_token_id
     starts = range(0, len(ids), BATCH)
     return tuple(collate(ids[start : start + BATCH], outputs[start : start + BATCH], pad) for start in starts)
+
+
+def write_speech(
+    source: Source, engine: EngineFile, folder: Path, to: str, quantization: str, name: str
+) -> ExportReport:
+    """Write a model for speech, whose final name is `name`, with its processor, report and card."""
+    if not hasattr(engine, "write_speech"):
+        raise ValueError(f"{source.name} is a model for speech, which {to} does not run here: export to ctranslate2")
+    expansion = engine.write_speech(source, folder, quantization)
+    written, difference = folder_bytes(folder), engine.measure_speech(source, folder)
+    if not difference <= (SPEECH_EXACT if quantization == "float32" else SPEECH_ALIKE):
+        raise ValueError(
+            f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats: nothing "
+            "was written. Export it with quantization float32 (--quantization float32), or report it"
+        )
+    source.tokenizer.save_pretrained(folder)
+    source.feature_extractor.save_pretrained(folder)
+    source.generation_config.save_pretrained(folder)
+    report = ExportReport(
+        engine=to,
+        quantization=quantization,
+        source=source.name,
+        parameters=unique_parameters(source.model),
+        multiplied_out=expansion.matrices,
+        factor_parameters=expansion.parameters_before,
+        product_parameters=expansion.parameters_after,
+        narrowed_attentions=expansion.narrowed_attentions,
+        weight_bytes=written,
+        difference=difference,
+        max_position_embeddings=source.model.config.max_position_embeddings,
+        reads_sound=True,
+    )
+    write_json(asdict(report), folder / EXPORT_FILE)
+    usage = {"library": to, "example": engine.SPEECH_EXAMPLE.format(folder=name)}
+    inherited = inherited_metadata(source.folder, source.hub_name)
+    write_export_card(folder, inherited, engine=to, form=quantization, lines=report.lines(name), **usage)
+    return report
 
 
 def folder_bytes(folder: Path) -> int:

@@ -42,6 +42,7 @@ from .quality import (
     signed,
 )
 from .speed import speed_ratio, tokens_per_second, translation_memory, typical_sentences
+from .transcribe import measure_speech, reads_sound
 from .translate import load_translator, translate
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Measurements:
     libraries_bytes: int | None = None  # the part of it that was there before the checkpoint was loaded
     tokens_per_second: float | None = None
     tokens: int | None = None  # generated in one run of the speed measurement
+    real_time_factor: float | None = None  # seconds of one core for a second of sound, of a model for speech
 
     @property
     def own_memory_bytes(self) -> int | None:
@@ -131,6 +133,9 @@ class Evaluation(Result):
         row("weights on disk", "disk_bytes", "{:,.1f} MB", 1e6)
         row("peak memory", "memory_bytes", "{:,.1f} MB", 1e6)
         row("  beyond libraries", "own_memory_bytes", "{:,.1f} MB", 1e6)
+        speeds = [one.real_time_factor for one in (self.model, self.teacher) if one]
+        if all(speeds):
+            row("real-time factor", "real_time_factor", "{:.3f}", compared=f"{speeds[-1] / speeds[0]:.2f}x as fast")
         row("tokens/s, one core", "tokens_per_second", "{:,.1f}", compared=f"{self.speed_ratio or 0:.2f}x as fast")
         return table
 
@@ -158,7 +163,9 @@ def evaluate(
     """Translate parallel data with a checkpoint (and its teacher), score it, and measure size, memory and speed.
 
     Args:
-        model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models. The model may be an
+        model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models. Models for speech
+            transcribe sound (`find_sounds`): `source_lang` is its language, `target_lang` the column of transcripts,
+            and both scores are of texts that Whisper's normalizer made alike. The model may be an
             export, whose speed and memory are not measured (`lightformers benchmark engines` measures its speed).
         tokenizer: that of loaded models.
         data, split, max_samples: as for `load_parallel`.
@@ -185,6 +192,13 @@ def evaluate(
     data, metrics = data_name(data), check_metrics(metrics)
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
+        if not read_json(Path(light, EXPORT_FILE)) and reads_sound(resolve_source(light)):
+            chosen = {"batch_size": batch_size, "num_beams": num_beams or 1, "max_new_tokens": max_new_tokens}
+            columns = split_language(source_lang)[0], split_language(target_lang)[0]
+            return evaluate_speech(
+                names, places, data, columns, split=split, max_samples=max_samples, metrics=metrics, device=device,
+                progress=progress, **chosen,
+            )  # fmt: skip
         exported = read_json(Path(light, EXPORT_FILE))
         if speed and exported:
             logger.warning(f"{names['model']} is an export: lightformers benchmark engines measures its speed")
@@ -225,6 +239,36 @@ def evaluate(
     variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
     return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
+
+
+def evaluate_speech(
+    names: dict[str, str],
+    places: dict[str, str],
+    data: str,
+    columns: tuple[str | None, str | None],
+    **options: Any,
+) -> Evaluation:
+    """Transcribe sound with a model for speech (and its teacher): see `evaluate`.
+
+    Args:
+        columns: the language of the sound, and the column of transcripts; `None`: both are found.
+    """
+    language, column = columns
+    folders = {role: resolve_source(place) for role, place in places.items()}
+    found = measure_speech(folders, names, data, column=column, language=language, **options)
+    measured = {}
+    for role, (*sizes, rate) in found["measured"].items():
+        measured[role] = Measurements(*sizes)
+        measured[role].real_time_factor = rate
+    ratio = None
+    if "teacher" in measured:
+        ratio = measured["teacher"].real_time_factor / measured["model"].real_time_factor
+    warn_of_overlap(places["model"], data, found["texts"])
+    generation = {"num_beams": options["num_beams"]}
+    return Evaluation(
+        measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", found["sentences"],
+        generation, found["signatures"], found["differences"],
+    )  # fmt: skip
 
 
 def load_exported(

@@ -34,7 +34,8 @@ HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese 
 # Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Kana, Chinese characters.
 UNSPACED = re.compile(f"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff{HAN}]")
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
-WORDS, SUMMARIES, SENTENCES = "words", "summaries", "sentences"  # kinds of references
+# Kinds of references.
+WORDS, SUMMARIES, SENTENCES, SPEECH = "words", "summaries", "sentences", "speech"
 ONE_WORD = 0.9  # share of references of one word from which the data are words
 SHORTENED = 0.5  # share of the sources' length, in words and in characters, up to which references are summaries
 
@@ -136,6 +137,25 @@ def _character_error_rate(references: Texts, language: str | None) -> Counter:
     return Counter(count, _percentage, signature)
 
 
+def _word_error_rate(references: Texts, language: str | None) -> Counter:
+    try:
+        import jiwer
+    except ImportError:
+        raise ValueError("word error rates are computed by jiwer: pip install 'lightformers_hf[speech]'") from None
+
+    def count(predictions: Texts, references: Texts) -> np.ndarray:
+        counts = []
+        for text, other in zip(predictions, references, strict=True):
+            words = len(other.split())
+            found = jiwer.process_words(other, text) if words else None
+            edits = found.substitutions + found.deletions + found.insertions if found else len(text.split())
+            counts.append([edits, words])
+        return np.array(counts)
+
+    signature = f"word error rate (jiwer {version('jiwer')}), edits / words of the references in percent; lower is "
+    return Counter(count, _percentage, signature + "better")
+
+
 def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
     """ROUGE (Lin 2004): F1 of one reference, mean over the texts, with Porter's stems.
 
@@ -195,8 +215,9 @@ def edit_distance(text: str, other: str) -> int:
 
 
 METRICS = {
+    "wer": Metric("WER", _word_error_rate, (SPEECH,), higher_is_better=False),
     "exact-match": Metric("exact match", _exact_match, (WORDS,)),
-    "cer": Metric("CER", _character_error_rate, (WORDS,), higher_is_better=False),
+    "cer": Metric("CER", _character_error_rate, (WORDS, SPEECH), higher_is_better=False),
     "bleu": Metric("BLEU", _bleu, (SENTENCES, WORDS)),
     "multi-bleu": Metric("multi-bleu", _multi_bleu),
     "multi-bleu-compounds": Metric("multi-bleu, compounds split", partial(_multi_bleu, compounds=True)),
@@ -208,7 +229,7 @@ METRICS = {
 }
 GROUPS = {"rouge": [name for name in METRICS if name.startswith("rouge")]}
 # The default metric for each kind of references that distinguishes similar models best.
-FINEST = ("cer", "rougeL", "chrf")
+FINEST = ("wer", "cer", "rougeL", "chrf")
 
 
 def metric_names() -> list[str]:

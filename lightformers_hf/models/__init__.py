@@ -8,6 +8,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_lightformer import LightFormerConfig
+from .configuration_lightformer_speech import LightFormerSpeechConfig
 from .configuration_partialformer import PartialFormerConfig
 from .configuration_subformer import SubformerConfig
 from .modeling_lightformer import (
@@ -16,6 +17,7 @@ from .modeling_lightformer import (
     LightFormerForSequenceClassification,
     LightFormerModel,
 )
+from .modeling_lightformer_speech import LightFormerForSpeechSeq2Seq, LightFormerSpeechModel
 from .modeling_partialformer import PartialFormerForCausalLM, PartialFormerForConditionalGeneration, PartialFormerModel
 from .modeling_subformer import SubformerForCausalLM, SubformerForConditionalGeneration, SubformerModel
 
@@ -24,7 +26,10 @@ __all__ = [
     "LightFormerForCausalLM",
     "LightFormerForConditionalGeneration",
     "LightFormerForSequenceClassification",
+    "LightFormerForSpeechSeq2Seq",
     "LightFormerModel",
+    "LightFormerSpeechConfig",
+    "LightFormerSpeechModel",
     "PartialFormerConfig",
     "PartialFormerForCausalLM",
     "PartialFormerForConditionalGeneration",
@@ -49,5 +54,5 @@ def _register(config_class: type) -> None:
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_class.__name__
 
 
-for _config_class in (LightFormerConfig, SubformerConfig, PartialFormerConfig):
+for _config_class in (LightFormerConfig, LightFormerSpeechConfig, SubformerConfig, PartialFormerConfig):
     _register(_config_class)

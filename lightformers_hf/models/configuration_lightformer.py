@@ -206,6 +206,11 @@ class FactorizedConfig(PreTrainedConfig):
         return ("encoder", "decoder") if self.is_encoder_decoder else ("decoder",)
 
     @property
+    def has_two_vocabularies(self) -> bool:
+        """Whether encoder and decoder have separate embeddings of tokens."""
+        return self.is_encoder_decoder and not self.share_encoder_decoder_embeddings
+
+    @property
     def embedding_width(self) -> int:
         """Width of the embedding matrix."""
         return self.d_model
@@ -332,6 +337,7 @@ class LightFormerConfig(FactorizedConfig):
         attention_output_projection: whether attention has `out_proj` (Table 1 has none).
         scale_attention: scores divided by √d_k. T5's are not.
         use_bias: whether linear layers of attention and feed-forward networks add a bias. T5's do not.
+        key_bias: whether `k_proj` does, too. Whisper's does not, because attention does not depend on it.
         gated_ffn: networks of three matrices, fc2(activation(fc_gate(x)) · fc1(x)) (GEGLU, Shazeer 2020; T5 v1.1).
         position_embedding_type: `sinusoidal` (Marian, Pegasus), `sinusoidal_half` (M2M100, NLLB), `learned` (BART), or
             biases of attention by distance: `relative` for all layers of a stack (T5) or `relative_per_layer` (UMT5).
@@ -369,6 +375,7 @@ class LightFormerConfig(FactorizedConfig):
     attention_output_projection: bool = True
     scale_attention: bool = True
     use_bias: bool = True
+    key_bias: bool = True
     gated_ffn: bool = False
     position_embedding_type: str = "sinusoidal"
     position_offset: int = 0

@@ -5,7 +5,7 @@ initialization. Symbols are the paper's: a weight W is m×n with y = x·W, U is 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -146,19 +146,22 @@ class LowRankLinear(nn.Module):
         return f"{sizes}; for adapters, target_modules are its layers u and v, as in 'q_proj.u'"
 
 
-def projections(config: FactorizedConfig, prefix: str, kind: str, *, bias: bool = True) -> Projection:
+def projections(
+    config: FactorizedConfig, prefix: str, kind: str, *, bias: bool = True, unbiased: Collection[str] = ()
+) -> Projection:
     """Return a function that builds the linear layers of the module `prefix`, each with the rank of its kind.
 
-    Each layer has its kind as the attribute `kind`, by which the conversion finds the layers that may be factorized.
+    Those named in `unbiased` have no bias. Each layer has its kind as the attribute `kind`, by which the conversion
+    finds the layers that may be factorized.
     """
 
     def project(name: str, in_features: int, out_features: int) -> nn.Module:
         full_name = f"{prefix}.{name}"
-        rank = module_rank(config, full_name, kind, in_features, out_features)
+        rank, has_bias = module_rank(config, full_name, kind, in_features, out_features), bias and name not in unbiased
         if rank is None:
-            layer = nn.Linear(in_features, out_features, bias=bias)
+            layer = nn.Linear(in_features, out_features, bias=has_bias)
         else:
-            layer = LowRankLinear(in_features, out_features, rank, bias=bias)
+            layer = LowRankLinear(in_features, out_features, rank, bias=has_bias)
         layer.kind = kind
         set_initializer(layer, linear_initializer(config, full_name, in_features, out_features))
         return layer

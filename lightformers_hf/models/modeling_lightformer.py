@@ -55,7 +55,8 @@ class LightFormerLayer(TransformerLayer):
 
         def attention(part: str, **options: bool) -> MultiHeadAttention:
             heads = getattr(config, f"{stack}_attention_heads")
-            project = projections(config, f"{name}.{part}", "attention", bias=config.use_bias)
+            unbiased = () if config.key_bias else ("k_proj",)
+            project = projections(config, f"{name}.{part}", "attention", bias=config.use_bias, unbiased=unbiased)
             options |= {"output_projection": config.attention_output_projection, "scale": config.scale_attention}
             head_dim = from_pattern(config.head_dim_pattern, f"{name}.{part}", config.head_dim)
             return MultiHeadAttention(config, config.d_model, heads, project, head_dim=head_dim, **options)
@@ -95,19 +96,8 @@ class LightFormerStack(LightFormerPreTrainedModel):
 
     def __init__(self, config: LightFormerConfig, is_classifier: bool = False):
         super().__init__(config)
-        d_model, stack, positions, width = config.d_model, self.side, make_positions(config), config.embedding_dim
-        if width is None:
-            self.add_embeddings(make_embedding(config, stack), positions, d_model)
-        elif is_classifier:
-            words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
-            self.add_embeddings(words, positions, d_model, nn.Linear(width, d_model))
-        else:
-            raise ValueError(
-                f"embedding_dim is {width}, but word vectors are for LightFormerForSequenceClassification alone: "
-                "leave it None here"
-            )
-        if config.layernorm_embedding:
-            self.layernorm_embedding = make_norm(config, d_model)
+        self.add_inputs(is_classifier)
+        d_model, stack = config.d_model, self.side
         is_relative = config.position_embedding_type == "relative"
         self.relative_positions = make_relative_positions(config, stack) if is_relative else None
         layers, groups = getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_groups")
@@ -126,6 +116,22 @@ class LightFormerStack(LightFormerPreTrainedModel):
         if config.normalization == "rms_norm":
             self._keep_in_fp32_modules = ["fc2"]  # its outputs exceed fp16 in many T5 models
         self.post_init()
+
+    def add_inputs(self, is_classifier: bool) -> None:
+        """Add the embedding of tokens, or of a classifier's word vectors, and the positions."""
+        config, width, positions = self.config, self.config.embedding_dim, make_positions(self.config)
+        if width is None:
+            self.add_embeddings(make_embedding(config, self.side), positions, config.d_model)
+        elif is_classifier:
+            words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+            self.add_embeddings(words, positions, config.d_model, nn.Linear(width, config.d_model))
+        else:
+            raise ValueError(
+                f"embedding_dim is {width}, but word vectors are for LightFormerForSequenceClassification alone: "
+                "leave it None here"
+            )
+        if config.layernorm_embedding:
+            self.layernorm_embedding = make_norm(config, config.d_model)
 
     def run(
         self,

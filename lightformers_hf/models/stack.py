@@ -113,7 +113,7 @@ class FactorizedPreTrainedModel(PreTrainedModel):
             raise ValueError(
                 "an adaptive embedding (embedding='adaptive') can't be resized: its bands follow token frequencies"
             )
-        if self.config.is_encoder_decoder and not self.config.share_encoder_decoder_embeddings:
+        if self.config.has_two_vocabularies:
             raise ValueError(
                 "this model has separate source and target vocabularies "
                 "(share_encoder_decoder_embeddings=False); resizing one of them is not supported"

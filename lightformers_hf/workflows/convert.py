@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import filterfalse
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +24,7 @@ from ..in_memory import given_folders, model_name
 from ..loading import hide_bars, resolve_source
 from ..options import OptionError, takes, values_of
 from ..processors import usual_settings
+from ..speech import is_sound
 from ..text import check_data
 
 
@@ -111,5 +113,5 @@ def read_teacher(call: PlanArguments, options: CompressionOptions) -> Teacher:
 def check_options(asked: CompressionOptions, study: StudyOptions | None) -> None:
     """Raise an error for options that contradict a study's switches, or a text that is not there."""
     resolve_study(asked, study)
-    for text in asked.texts:
+    for text in filterfalse(is_sound, asked.texts):
         check_data(text)

@@ -42,6 +42,7 @@ class Family:
 
     architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
     fields: ClassVar[dict[str, Any]] = {}  # fields of `LightFormerConfig` that the family fixes by its code
+    model_class: ClassVar[str] = "LightFormerForConditionalGeneration"  # that a checkpoint of the family becomes
     ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
     reads_positions: ClassVar[bool] = False  # whether its class loads stored positions in place of sinusoids
 
@@ -153,7 +154,7 @@ def find_family(config: PreTrainedConfig) -> type[Family]:
     """Return the family of a source configuration. Raises `ValueError` for none, and for other classes of models."""
     for file in pkgutil.iter_modules(__path__):  # each registers itself
         importlib.import_module(f"{__name__}.{file.name}")
-    family = FAMILIES.get(config.model_type)
+    family = FAMILIES.get(type(config).model_type)
     if family is None:
         raise ValueError(
             f"checkpoints of the family {config.model_type!r} can't be converted; supported: {', '.join(FAMILIES)}"

@@ -1,0 +1,131 @@
+"""Calibration on sound: spectrograms with the user's transcripts, or with those of the teacher."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..checkpoints.teacher import Teacher
+from ..languages import split_language
+from ..speech import RATE, Piece, check_language, cut_pieces, find_sounds, prompt_of, transcript_tokens
+from .calibration_text import MOST_TOKENS, TOKENS_PER_FEATURE
+from .options import CompressionOptions, StudyOptions
+from .sensitivity import Batch
+from .workers import Step, cast_weights, fast_products
+
+SAMPLES = 8  # transcripts of a piece that the teacher draws
+STEP = RATE / 50  # samples of sound from one time to the next
+# Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
+SILENT = 8
+
+
+def draw_pieces(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> list[Piece]:
+    """Random pieces of the sound that `options` name, until they have enough positions with speech.
+
+    Raises:
+        ValueError: no sound is given, all is silent, or there is less than was asked for.
+    """
+    if options.calibration is None:
+        raise ValueError(
+            f"{teacher.name} is a model for speech, whose calibration needs sound: give a folder of speech with "
+            "--calibration, or compress by --method paper. Noise can't replace speech"
+        )
+    extractor = teacher.need_extractor()
+    language, column = (split_language(name)[0] for name in (options.source_lang, options.target_lang))
+    check_language(teacher.generation_config, language, teacher.name)
+    sounds = find_sounds(options.calibration, column=column)
+    random.Random(study.calibration_seed).shuffle(sounds)
+    wanted = min(TOKENS_PER_FEATURE * teacher.config.d_model, MOST_TOKENS)
+    pieces: list[Piece] = []
+    for sound in sounds:
+        if options.calibration_samples is None and sum(int(piece.spoken.sum()) for piece in pieces) >= wanted:
+            break
+        positions = teacher.config.max_source_positions
+        pieces += cut_pieces([sound], seconds=extractor.chunk_length, positions=positions)
+        if options.calibration_samples is not None and len(pieces) >= options.calibration_samples:
+            break
+    if not pieces:
+        raise ValueError(f"{options.calibration} is silent: expected speech")
+    if options.calibration_samples is not None and len(pieces) < options.calibration_samples:
+        raise ValueError(
+            f"{options.calibration} holds {len(pieces)} pieces with speech, calibration_samples is "
+            f"{options.calibration_samples}: give more sound, or ask for fewer"
+        )
+    return pieces[: options.calibration_samples]
+
+
+def sound_batches(
+    model: PreTrainedModel, teacher: Teacher, pieces: Sequence[Piece], language: str | None, seed: int = 0
+) -> list[Batch]:
+    """Batches of one piece: the spectrogram, its positions with speech as `attention_mask`, and several transcripts.
+
+    They are in one row, each with positions from 0 on: the transcript without and with times, because engines ask for
+    times and users do not, and samples of the teacher. A few thousand tokens alone would show too little of the
+    decoder. Positions of the prompt, which no model predicts, are no labels.
+    """
+    config = model.generation_config = teacher.generation_config
+    extractor, tokenizer = teacher.need_extractor(), teacher.need_tokenizer()
+    counted = torch.arange(model.config.max_source_positions) % SILENT == 0
+    batches: list[Batch] = []
+    with cast_weights(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for piece in Step("transcribing", pieces, unit="piece"):
+            features = extractor([piece.wave], sampling_rate=extractor.sampling_rate, return_tensors="pt")
+            features = features.input_features
+            with fast_products(model.device), torch.inference_mode():
+                encoded = model.get_encoder()(features.to(model.device))
+                spoken = language
+                if getattr(config, "is_multilingual", False) and language is None:
+                    found = model.detect_language(encoder_outputs=encoded)
+                    spoken = tokenizer.convert_ids_to_tokens(found.tolist())[0].strip("<|>")
+                prompt, timed = (prompt_of(config, spoken, times=times) for times in (False, True))
+                if piece.text is None:
+                    (text,) = _generate(model, encoded, prompt, 1)
+                else:
+                    text = transcript_tokens(tokenizer, piece.text, config)
+                samples = _generate(model, encoded, prompt, SAMPLES, most=2 * len(text) + 8)
+            times = [config.no_timestamps_token_id + 1 + step for step in (0, round(len(piece.wave) / STEP))]
+            rows = [(prompt, text), (timed, [times[0], *text[:-1], times[1], text[-1]])]
+            rows += [(prompt, sample) for sample in samples]
+            batch = _pack(rows, model.config.max_position_embeddings)
+            batch["attention_mask"] = (torch.from_numpy(piece.spoken) | counted).long().unsqueeze(0)
+            batches.append({"input_features": features, **batch})
+    return batches
+
+
+def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
+    """Prompts and what follows them, behind each other in one row, with positions that begin again at 0."""
+    inputs: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for prompt, tokens in rows:
+        sequence = [*prompt, *tokens][: longest + 1]
+        inputs += sequence[:-1]
+        labels += [*[-100] * (len(prompt) - 1), *sequence[len(prompt) :]]
+        positions += range(len(sequence) - 1)
+    names = {"labels": labels, "decoder_input_ids": inputs, "decoder_position_ids": positions}
+    return {name: torch.tensor([values]) for name, values in names.items()}
+
+
+def _generate(
+    model: PreTrainedModel, encoded: BaseModelOutput, prompt: list[int], number: int, most: int | None = None
+) -> list[list[int]]:
+    """The likeliest tokens after a prompt, or so many samples, each with the end."""
+    own, end = model.generation_config, model.config.eos_token_id
+    rules = {name: getattr(own, name) for name in ("suppress_tokens", "begin_suppress_tokens")}
+    limit = model.config.max_position_embeddings - len(prompt)
+    settings = GenerationConfig(
+        **rules, do_sample=number > 1, max_new_tokens=min(most or limit, limit), eos_token_id=end, pad_token_id=end
+    )
+    states = encoded.last_hidden_state.expand(number, -1, -1)
+    tokens = GenerationMixin.generate(
+        model,
+        encoder_outputs=BaseModelOutput(last_hidden_state=states),
+        decoder_input_ids=torch.tensor([prompt] * number, device=states.device),
+        generation_config=settings,
+    )
+    return [[*(token for token in row if token != end), end] for row in tokens[:, len(prompt) :].tolist()]

@@ -1,0 +1,134 @@
+"""Transcripts of sound by a model for speech, their error rates, and the time that they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor
+
+from ..loading import load_pretrained, unique_parameters, weight_bytes
+from ..processors import use_threads
+from ..speech import RATE, Sound, check_language, find_sounds
+from .quality import SPEECH, check_metrics, choose_metrics, difference, score, signatures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
+LONGEST = 128  # tokens of a piece, by default: a model that repeats itself would go on to the end of its positions
+
+
+def reads_sound(folder: Path) -> bool:
+    """Whether a checkpoint is a model for speech."""
+    return hasattr(load_pretrained(AutoConfig, folder), "num_mel_bins")
+
+
+def load_speech(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Return a model for speech in float32, and its processor. Raises `ValueError` if it has no feature extractor."""
+    try:
+        processor = load_pretrained(AutoProcessor, folder)
+        processor.feature_extractor.chunk_length  # noqa: B018, a tokenizer alone has none
+    except (OSError, AttributeError):
+        raise ValueError(
+            f"{folder} holds no feature extractor (preprocessor_config.json), which makes spectrograms of sound: put "
+            "the file of the model that it was trained from there"
+        ) from None
+    model = load_pretrained(AutoModelForSpeechSeq2Seq, folder, dtype=torch.float32)
+    return model.eval().to(device), processor
+
+
+@torch.inference_mode()
+def transcribe(
+    sounds: Sequence[Sound],
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    *,
+    language: str | None = None,
+    num_beams: int = 1,
+    max_new_tokens: int | None = None,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> list[str]:
+    """Return the transcript of each sound, of any length. The language of a multilingual model is found if `None`."""
+    extractor = processor.feature_extractor
+    known: dict[str, Any] = (
+        {"language": language} if language and getattr(model.generation_config, "is_multilingual", False) else {}
+    )
+    longest = extractor.chunk_length * RATE
+    texts: list[str] = []
+    for start in tqdm(range(0, len(sounds), batch_size), desc="transcribing", unit="batch", disable=not progress):
+        waves = [sound.read() for sound in sounds[start : start + batch_size]]
+        options: dict[str, Any] = {}
+        if any(len(wave) > longest for wave in waves):
+            options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+            known["return_timestamps"] = True
+        inputs = extractor(waves, sampling_rate=RATE, return_tensors="pt", **options).to(model.device)
+        tokens = model.generate(
+            **inputs, num_beams=num_beams, max_new_tokens=max_new_tokens or LONGEST, do_sample=False, **known
+        )
+        texts += processor.batch_decode(tokens, skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def normalizer_of(processor: ProcessorMixin, language: str | None) -> Callable[[str], str]:
+    """Whisper's normalizer of texts: English spelling, numbers and words, or of other languages the punctuation."""
+    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+
+    if language not in (None, "en"):
+        return BasicTextNormalizer()
+    return EnglishTextNormalizer(getattr(processor.tokenizer, "english_spelling_normalizer", None) or {})
+
+
+def measure_speech(
+    folders: dict[str, Path],
+    names: dict[str, str],
+    data: str,
+    *,
+    column: str | None,
+    language: str | None,
+    split: str,
+    max_samples: int | None,
+    metrics: Sequence[str],
+    device: str,
+    progress: bool,
+    **generation: int,
+) -> dict[str, Any]:
+    """Return the fields of an `Evaluation` of models for speech, whose `measured` are arguments of `Measurements`.
+
+    Raises:
+        ValueError: sound without transcripts, or a language that a model does not transcribe.
+    """
+    sounds = find_sounds(data, column=column, split=split)[:max_samples]
+    if bare := [sound.name for sound in sounds if not sound.text]:
+        raise ValueError(f"{data} has no transcript of {bare[0]}, with which a model's is compared: add it")
+    loaded = {role: load_speech(folder, device) for role, folder in folders.items()}
+    for role, (model, _) in loaded.items():
+        check_language(model.generation_config, language, names[role])
+    normalize = normalizer_of(loaded["model"][1], language)
+    references = [normalize(sound.text) for sound in sounds]
+    metrics = choose_metrics(check_metrics(metrics), references, references, default=SPEECH)
+    outputs, measured = {}, {}
+    seconds = sum(len(sound.read()) for sound in sounds) / RATE
+    for role, (model, processor) in loaded.items():
+        begun = time.process_time()
+        with use_threads(1):
+            texts = transcribe(sounds, model, processor, language=language, progress=progress, **generation)
+        rate = (time.process_time() - begun) / seconds
+        outputs[role] = [normalize(text) for text in texts]
+        sizes = unique_parameters(model), weight_bytes(str(folders[role]))
+        measured[role] = (names[role], score(outputs[role], references, metrics), *sizes, rate)
+    differences = {}
+    if "teacher" in outputs:
+        both = outputs["model"], outputs["teacher"], references
+        differences = {name: difference(*both, metric=name) for name in metrics}
+    return {
+        "measured": measured,
+        "sentences": len(sounds),
+        "signatures": signatures(metrics, references),
+        "differences": differences,
+        "texts": [sound.text for sound in sounds],
+    }

@@ -1,0 +1,188 @@
+"""Sound and its transcripts: folders in the layout of `audiofolder`, data sets with a column of sound, sound files.
+
+soundfile decodes (WAV, FLAC, OGG, MP3 …) and is imported when something is read. Sound is decoded when it is needed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .text import is_file_name, load_rows
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+RATE = 16_000  # samples of a second, of all models
+SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")
+TRANSCRIPTS = ("text", "transcription", "transcript", "sentence", "normalized_text")
+FILES = ("file_name", "audio", "file", "path")
+# Sound of this power, relative to the loudest parts of a piece, is silence; so is that of all pieces below the second.
+SILENCE, QUIETEST = 1e-4, 1e-9
+AROUND = 5  # positions around speech that belong to it
+# A first token with such a name is that of a language.
+LANGUAGE = "<|{}|>"
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Sound that is not decoded yet, and its transcript, if there is one."""
+
+    name: str
+    content: Path | bytes
+    text: str | None = None
+
+    def read(self) -> np.ndarray:
+        """Return the samples, `RATE` a second, all channels as one; float32.
+
+        Raises:
+            ValueError: no sound, nothing in it, or values that are not finite.
+        """
+        try:
+            import soundfile
+        except ImportError:
+            raise ValueError("sound is read by soundfile: pip install 'lightformers_hf[speech]'") from None
+        file = io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content
+        try:
+            samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
+        except (RuntimeError, OSError, TypeError) as error:
+            raise ValueError(f"{self.name} can't be read as sound: {error}. Convert it to FLAC or WAV") from None
+        if not len(samples) or not np.isfinite(samples).all():
+            what = "holds NaN or infinite values" if len(samples) else "holds no samples"
+            raise ValueError(f"{self.name} {what}: remove it from the data")
+        wave = samples.mean(axis=1)
+        if rate != RATE:
+            from scipy.signal import resample_poly
+
+            divisor = math.gcd(rate, RATE)
+            wave = resample_poly(wave, RATE // divisor, rate // divisor).astype(np.float32)
+        return wave
+
+
+def is_sound(data: str) -> bool:
+    """Whether data is a folder or a sound file."""
+    path = Path(os.path.expanduser(data))
+    return path.is_dir() or path.suffix.lower() in SUFFIXES
+
+
+def find_sounds(data: str, *, column: str | None = None, split: str = "train") -> list[Sound]:
+    """Return the sounds of a folder, of a table of files, of a data set with a column of sound, or of one file.
+
+    Args:
+        data: a folder with `metadata.jsonl` or `metadata.csv`, or with sound files alone; a sound file; a table
+            (.jsonl, .csv, .parquet) with a column `file_name` or `audio`; or a data set on the Hub.
+        column: the column of transcripts. `None`: one of `TRANSCRIPTS`, if there is one.
+        split: the split of a data set on the Hub.
+
+    Raises:
+        FileNotFoundError: no such folder or file, or one that a table names.
+        ValueError: no sound, or no such column.
+    """
+    path = Path(os.path.expanduser(data))
+    if path.is_file() and path.suffix.lower() in SUFFIXES:
+        return [Sound(path.name, path)]
+    if path.is_dir():
+        tables = [path / f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet")]
+        table = next((one for one in tables if one.is_file()), None)
+        if table is None:
+            found = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES)
+            if not found:
+                raise ValueError(f"{data} holds no sound: expected files such as {', '.join(SUFFIXES[:5])}")
+            return [Sound(str(one.relative_to(path)), one) for one in found]
+        data, path = str(table), table
+    rows = load_rows(data, split=split)
+    names = [name for name in FILES if name in rows.column_names]
+    if not names:
+        raise ValueError(
+            f"{data} has no column of sound: it has {', '.join(rows.column_names)}. Expected {' or '.join(FILES)}"
+        )
+    if column is not None and column not in rows.column_names:
+        raise ValueError(f"{data} has no column {column!r} of transcripts: it has {', '.join(rows.column_names)}")
+    column = column or next((name for name in TRANSCRIPTS if name in rows.column_names), None)
+    if type(rows.features[names[0]]).__name__ == "Audio":
+        rows = rows.cast_column(names[0], type(rows.features[names[0]])(decode=False))
+    folder = path.parent if is_file_name(data) else Path()
+    texts = rows[column] if column else [None] * len(rows)
+    return [_sound(value, text, folder, data) for value, text in zip(rows[names[0]], texts, strict=True)]
+
+
+def _sound(value: Any, text: Any, folder: Path, data: str) -> Sound:
+    """The sound of a row: a file's name, or what `datasets` stores in a column of sound."""
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{data}: a transcript is {type(text).__name__}, expected text")
+    text = text.strip() or None if text else None
+    if isinstance(value, dict) and value.get("bytes"):
+        return Sound(str(value.get("path") or data), value["bytes"], text)
+    name = value.get("path") if isinstance(value, dict) else value
+    if not isinstance(name, str):
+        raise ValueError(f"{data} has a row without sound: expected the name of a file")
+    if not (file := folder / name).is_file():
+        raise FileNotFoundError(f"{file}, which {data} names, is not there")
+    return Sound(name, file, text)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a sound that a model hears at once."""
+
+    wave: np.ndarray
+    text: str | None
+    spoken: np.ndarray  # whether there is speech at each position of the encoder, also those behind the sound
+
+
+def cut_pieces(sounds: Sequence[Sound], *, seconds: float, positions: int) -> list[Piece]:
+    """Return the sounds in pieces of at most so many seconds, without the silent ones.
+
+    A sound that is cut loses its transcript, because nothing tells which words are in which piece.
+    """
+    longest, pieces = round(seconds * RATE), []
+    for sound in sounds:
+        wave = sound.read()
+        text = sound.text if len(wave) <= longest else None
+        for start in range(0, len(wave), longest):
+            spoken = find_speech(part := wave[start : start + longest], longest // positions, positions)
+            if spoken.any():
+                pieces.append(Piece(part, text, spoken))
+    return pieces
+
+
+def find_speech(wave: np.ndarray, step: int, positions: int) -> np.ndarray:
+    """Return whether each of so many positions, `step` samples long, is loud, or near one that is."""
+    padded = np.zeros(step * positions, np.float32)
+    padded[: len(wave)] = wave[: len(padded)]
+    power = np.square(padded).reshape(positions, step).mean(axis=1)
+    heard = power[: -(-len(wave) // step)]
+    loud = (power > SILENCE * np.quantile(heard, 0.95)) & (power > QUIETEST)
+    return np.convolve(loud, np.ones(2 * AROUND + 1), mode="same") > 0
+
+
+def prompt_of(config: GenerationConfig, language: str | None, *, times: bool = False) -> list[int]:
+    """Return the tokens before a transcript: start, language and task of a multilingual model, and without times."""
+    tokens = [config.decoder_start_token_id]
+    if getattr(config, "is_multilingual", False):
+        tokens += [config.lang_to_id[LANGUAGE.format(language)], config.task_to_id["transcribe"]]
+    return tokens if times else [*tokens, config.no_timestamps_token_id]
+
+
+def check_language(config: GenerationConfig, language: str | None, name: str) -> None:
+    """Raise `ValueError` for a language that a model does not transcribe."""
+    if language is None:
+        return
+    if not getattr(config, "is_multilingual", False):
+        if language != "en":
+            raise ValueError(f"the language is {language!r}, but {name} transcribes English only: remove the language")
+    elif LANGUAGE.format(language) not in config.lang_to_id:
+        known = ", ".join(sorted(token.strip("<|>") for token in config.lang_to_id))
+        raise ValueError(f"the language is {language!r}; {name} transcribes {known}")
+
+
+def transcript_tokens(tokenizer: PreTrainedTokenizerBase, text: str, config: GenerationConfig) -> list[int]:
+    """Return the tokens of a transcript, and the end."""
+    return [*tokenizer(f" {text}", add_special_tokens=False)["input_ids"], config.eos_token_id]

@@ -1,0 +1,116 @@
+"""Whisper becomes a LightFormer for speech, whose calibration is sound."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from speech import RATE, make_whisper, sound, texts, write_speech
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+
+from lightformers_hf import convert, plan
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A Whisper, and speech with and without transcripts."""
+    root = tmp_path_factory.mktemp("speech")
+    make_whisper(root / "whisper")
+    write_speech(root / "with", texts(12))
+    write_speech(root / "without", texts(12), transcribed=False)
+    return root
+
+
+def logits(folder):
+    inputs = AutoProcessor.from_pretrained(folder)(sound("abcd"), sampling_rate=RATE, return_tensors="pt")
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(**inputs, decoder_input_ids=torch.tensor([[260, 261, 265, 3, 4]])).logits
+
+
+@pytest.mark.parametrize("form", ["one file", "shards", "fp16", "untied"])
+def test_full_rank_gives_whispers_logits(form, root, tmp_path):
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(root / "whisper")
+    if form == "untied":
+        model.config.tie_word_embeddings = False
+        model.proj_out.weight = torch.nn.Parameter(model.proj_out.weight + 0.1)
+    model.to(torch.float16 if form == "fp16" else torch.float32)
+    model.save_pretrained(tmp_path / "whisper", max_shard_size="30KB" if form == "shards" else "1GB")
+    AutoProcessor.from_pretrained(root / "whisper").save_pretrained(tmp_path / "whisper")
+    convert(tmp_path / "whisper", tmp_path / "light", method="paper", energy=1.0, progress=False)
+    expected = logits(tmp_path / "whisper")
+    torch.testing.assert_close(logits(tmp_path / "light"), expected, atol=1e-4, rtol=1e-4)
+
+
+OPTIONS = {
+    "auto": {"ratio": 2, "calibration": "with"},
+    "low-rank": {"ratio": 2, "method": "low-rank", "calibration": "without"},
+    "narrow": {"ratio": 2, "method": "narrow", "calibration": "with"},
+    "layers": {"decoder_layers": 1, "calibration": "with"},
+    "groups": {"ratio": 1.5, "decoder_groups": 1, "calibration": "with"},
+    "language": {"ratio": 2, "calibration": "without", "source_lang": "de", "calibration_samples": 6},
+    "paper": {"ratio": 2, "method": "paper"},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_every_method_gives_a_model_that_transcribes(case, root, tmp_path):
+    options = {name: str(root / value) if name == "calibration" else value for name, value in OPTIONS[case].items()}
+    report = convert(root / "whisper", tmp_path / "light", progress=False, **options)
+    assert report.parameters_after < report.parameters_before
+    processor = AutoProcessor.from_pretrained(tmp_path / "light")
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "light")
+    inputs = processor(sound("abc"), sampling_rate=RATE, return_tensors="pt")
+    assert model.generate(**inputs, language="en", return_timestamps=True).ndim == 2
+    assert (report.family, report.architecture) == ("whisper", "lightformer_speech")
+    assert report.auto_class == "AutoModelForSpeechSeq2Seq"
+    assert 'pipeline("automatic-speech-recognition"' in (tmp_path / "light/README.md").read_text()
+
+
+def test_removed_layers_leave_the_alignment_heads(root, tmp_path):
+    convert(root / "whisper", tmp_path / "light", decoder_layers=1, calibration=str(root / "with"), progress=False)
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "light")
+    assert model.generation_config.alignment_heads == [[0, 3]]  # of [[0, 1], [1, 3]]: the second layer is kept
+
+
+def test_a_converted_model_is_converted_again(root, tmp_path):
+    options = {"calibration": str(root / "with"), "progress": False}
+    convert(root / "whisper", tmp_path / "once", ratio=1.5, **options)
+    report = convert(tmp_path / "once", tmp_path / "twice", ratio=1.5, **options)
+    assert report.parameters_after < report.parameters_before
+
+
+def without_extractor(root, folder):
+    shutil.copytree(root / "whisper", folder)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def english_only(root, folder):
+    shutil.copytree(root / "whisper", folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"is_multilingual": False}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (None, {}, "calibration needs sound: give a folder of speech .* or compress by --method paper"),
+        (None, {"calibration": "silent"}, "is silent: expected speech"),
+        (None, {"calibration": "with", "source_lang": "fr"}, "the language is 'fr'; .* transcribes de, en"),
+        (None, {"calibration": "with", "calibration_samples": 99}, "holds 12 pieces with speech"),
+        (without_extractor, {"calibration": "with"}, "holds no feature extractor"),
+        (english_only, {"calibration": "with", "source_lang": "de"}, "transcribes English only: remove the language"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, options, message, root, tmp_path):
+    options = dict(options)
+    if options.get("calibration") == "silent":
+        options["calibration"] = str(write_speech(tmp_path / "silent", ["   "], transcribed=False))
+    elif "calibration" in options:
+        options["calibration"] = str(root / options["calibration"])
+    model = change(root, tmp_path / "other") if change else root / "whisper"
+    with pytest.raises(ValueError, match=message):
+        plan(model, ratio=2, progress=False, **options)
