@@ -6,11 +6,11 @@ import copy
 from typing import cast
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from ..loading import load_pretrained, position_limit
 from .families import FAMILIES, OwnFamily
-from .teacher import Teacher
+from .teacher import Teacher, reads_sound
 
 TEXTS, SOURCE, TARGET = 2, 130, 20  # texts and their tokens; relative positions of T5 differ up to a distance of 128
 # Of the largest logit, and so many roundings: sinusoids are computed in float32, also if stored ones were rounded.
@@ -31,7 +31,8 @@ def check_outputs(teacher: Teacher) -> None:
         source = copy.deepcopy(cast(PreTrainedModel, teacher.source)).float().cpu()
     else:
         options = {"dtype": torch.float32, "output_loading_info": True}
-        source, info = load_pretrained(AutoModelForSeq2SeqLM, teacher.folder, **options)
+        auto = AutoModelForSpeechSeq2Seq if reads_sound(model.config) else AutoModelForSeq2SeqLM
+        source, info = load_pretrained(auto, teacher.folder, **options)
         state = model.state_dict()
         substitutes = {key: state[name] for key in info["missing_keys"] if (name := family.own_name(key)) in state}
         source.load_state_dict(substitutes, strict=False)
@@ -47,8 +48,16 @@ def check_outputs(teacher: Teacher) -> None:
 
 
 def draw_inputs(model: PreTrainedModel, longest: int) -> dict[str, torch.Tensor]:
-    """Return random source tokens (2, 130 or fewer), half of the second text padding, and random target tokens."""
+    """Return random source tokens (2, 130 or fewer), half of the second text padding, and random target tokens.
+
+    A model for speech gets one random spectrogram.
+    """
     config, generator, pad = model.config, torch.Generator().manual_seed(0), model.config.pad_token_id
+    if reads_sound(config):
+        features = torch.rand(1, config.num_mel_bins, 2 * config.max_source_positions, generator=generator) - 0.5
+        length = min(TARGET, config.max_position_embeddings)
+        ids = torch.randint(config.decoder_vocab_size, (1, length), generator=generator)
+        return {"input_features": features, "decoder_input_ids": ids}
     sizes = {"input_ids": (SOURCE, config.vocab_size), "decoder_input_ids": (TARGET, config.decoder_vocab_size)}
     inputs = {
         name: torch.randint(tokens, (TEXTS, min(length, longest)), generator=generator)
