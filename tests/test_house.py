@@ -66,7 +66,7 @@ def private_names_of_others() -> list[tuple[str, str]]:
     """(file, name with a leading underscore that no file of the package defines), wherever one is read."""
     trees = {path.relative_to(PACKAGE).as_posix(): parse(path) for path in PACKAGE.rglob("*.py")}
     nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree)]
-    own, read = {"_asdict", "_replace"}, []  # a named tuple's, which are public
+    own, read = {"_asdict", "_replace", "_exit"}, []  # of a named tuple and of os, which are public
     for file, node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)

@@ -5,7 +5,7 @@ r"""Measure seconds and memory until the first step of a recovery, or the time o
     python training/measure_scale.py conversion teacher light train.jsonl
 
 Prints an object of JSON: `seconds`; `cpu_seconds` of this process, which other work on the machine changes less; and
-`megabytes`, the peak of its memory. Of a conversion, `reading_cpu_seconds` are those of drawing the calibration text.
+`megabytes`, the peak of its memory.
 `light` is the model that is trained; for `conversion` its name has no effect.
 """
 
@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightformers_hf import convert, recover
-from lightformers_hf.conversion import calibration_text
 from lightformers_hf.recovery import RecoveryTrainer
 
 
@@ -39,15 +38,7 @@ def main() -> None:
     def stop(*_: object, **__: object) -> None:
         raise FirstStep
 
-    reading, draw = [0.0], calibration_text.sample_pairs
-
-    def timed(*arguments: object) -> object:
-        before = time.process_time()
-        pairs = draw(*arguments)
-        reading[0] += time.process_time() - before
-        return pairs
-
-    RecoveryTrainer.training_step, calibration_text.sample_pairs = stop, timed
+    RecoveryTrainer.training_step = stop
     began, used = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
@@ -58,7 +49,7 @@ def main() -> None:
                 recover(args.light, output, teacher=args.teacher, data=args.data, minutes=10, progress=False)
     found = {"seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(time.process_time() - used, 1)}
     found["megabytes"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
-    print(json.dumps(found | ({"reading_cpu_seconds": round(reading[0], 2)} if args.what == "conversion" else {})))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
