@@ -21,6 +21,7 @@ INTERNALS = {
     "cli/streams.py",
     "engines/ctranslate2.py",
     "loading.py",
+    "recovery/trainer.py",
     "models/layers.py",
 }
 
