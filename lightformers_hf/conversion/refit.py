@@ -262,7 +262,8 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             stream = stream_of(next(iter(some)))
-            tokens = sum(int(token_mask(batch, stream).sum()) for batch in self.batches)
+            sound = [batch for batch in self.batches if "input_features" in batch]
+            tokens = sum(int(token_mask(batch, stream).sum()) for batch in sound)
             share = at_least(self.ridge, len(covariance), tokens)
             ridge = max(share * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs

@@ -25,8 +25,8 @@ from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, f
 
 # Share of the mean variance of inputs that is added to C: random tokens show other inputs than real text.
 SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
-# Shares rise above these where an input has more features than this part of the number of tokens: a few thousand
-# tokens of transcripts show little of 2,048 neurons.
+# For sound, shares rise above these where an input has more features than this part of the number of tokens: a few
+# thousand tokens of transcripts show little of 2,048 neurons.
 FEW = 8
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
@@ -245,7 +245,8 @@ class Calibration:
         counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
         second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
         mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
-        tokens = sum(map(len, self._token_weights.get(names[0], ())))
+        is_sound = any("input_features" in batch for batch in self.batches)
+        tokens = sum(map(len, self._token_weights.get(names[0], ()))) if is_sound else 0
         second.diagonal().add_(at_least(self.shrinkage, len(second), tokens) * second.diagonal().mean())
         return second, mean
 
