@@ -79,7 +79,7 @@ class TrainingOptions:
         Help(
             "Time to measure, translate and train.",
             "M",
-            "The learning rate falls to 0 with the time.",
+            "The learning rate falls to 0 by the last step.",
             kind="minutes",
         ),
     ] = 30.0
