@@ -387,7 +387,8 @@ def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
 
 def _width(*batches: Batch) -> int:
     """Tokens of a pair, with padding, in batches that are padded to one width."""
-    return sum(max(batch[side].shape[1] for batch in batches) for side in ("attention_mask", "labels"))
+    source = "input_ids" if "input_ids" in batches[0] else "attention_mask"  # of sound, the positions of the encoder
+    return sum(max(batch[side].shape[1] for batch in batches) for side in (source, "labels"))
 
 
 def _join(*batches: Batch) -> Batch:
