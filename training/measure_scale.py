@@ -19,6 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from common import run_script
+
 from lightformers_hf import convert, recover
 from lightformers_hf.recovery import RecoveryTrainer
 
@@ -53,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

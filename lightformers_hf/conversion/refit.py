@@ -565,5 +565,5 @@ def compare(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
                 log_q, log_p = (logits.float().log_softmax(-1) for logits in (predicted, wanted))
                 # Where tokens are forbidden both are minus infinity.
                 terms = torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0)
-                divergence += terms.sum().double().item()
+                divergence += terms.sum().item()
     return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=divergence / tokens)

@@ -131,7 +131,8 @@ def is_sinusoidal(table: torch.Tensor, config: FactorizedConfig) -> bool:
         return False
     sized = copy.copy(config)
     sized.max_position_embeddings = len(table) - config.position_offset
-    rows = make_positions(sized).table[config.position_offset :]  # the rows before are of padding
+    with torch.device("cpu"):
+        rows = make_positions(sized).table[config.position_offset :]  # the rows before are of padding
     error = SINUSOID_ERROR + torch.finfo(table.dtype).eps
     stored = table[config.position_offset :].float()
     return stored.shape == rows.shape and torch.allclose(stored, rows, atol=error, rtol=0)
