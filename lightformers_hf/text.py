@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .files import explain_unwritable, write_whole
 from .languages import put_prefix, split_language, split_prefix
+from .options import OptionError
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -210,12 +211,11 @@ def _pair_columns(rows: Dataset, data: str, source: str, target: str) -> tuple[s
     if missing:
         wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, rows.column_names))
         header = data.removesuffix(".gz").endswith((".csv", ".tsv"))
-        raise ValueError(
-            f"{data} has no column {wanted}: it has {there}. "
-            + ("Its first line must name the columns. " if header else "")
-            + "Give source_lang and target_lang: the two columns of text, or two languages inside a column "
-            "'translation'."
-        )
+        hint = "Its first line must name the columns. " if header else ""
+        raise OptionError(
+            "", f"{data} has no column {wanted}: it has {there}. {hint}Give ", "source_lang", " and ", "target_lang",
+            ": the two columns of text, or two languages inside a column 'translation'.",
+        )  # fmt: skip
     if source == target:
         raise ValueError(f"Source and target are both {source!r}: name two columns or languages.")
     return source, target

@@ -163,7 +163,7 @@ def test_defaults_follow_from_the_data(kind):
 def test_what_is_refused():
     with pytest.raises(ValueError, match="no metric 'blue'; did you mean bleu"):
         check_metrics("blue")
-    with pytest.raises(ValueError, match="there is exact-match, cer, bleu"):
+    with pytest.raises(ValueError, match="there is wer, exact-match, cer, bleu"):
         check_metrics(["accuracy of words"])
     for text in ("两只狗在雪地里玩耍。", "犬は雪の中で遊んでいます。"):
         with pytest.raises(ValueError, match=r"multi-bleu counts words between spaces.*would mean nothing"):
