@@ -194,7 +194,8 @@ def test_prefixes_are_given_or_found(tmp_path):
     assert find_prefixes(config, "en", "de") == ["translate English to German: "]
     assert find_prefixes(config, None, None) == ["translate English to German: ", "summarize: "]
     assert find_prefixes(None, None, None) == [""]
-    plain = type("Tokenizer", (), {"name_or_path": "plain", "convert_tokens_to_ids": lambda _, token: None})()
+    unknown = {"convert_tokens_to_ids": lambda *_: 3, "unk_token_id": 3}
+    plain = type("Tokenizer", (), {"name_or_path": "plain", **unknown})()
     assert set_language_codes(plain, "en=say it: ", "de") is None
     with pytest.raises(ValueError, match="prefix that ends with a space"):
         set_language_codes(plain, "en=say it:", "de")
