@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
 LONGEST = 128  # tokens of a piece, by default: a model that repeats itself would go on to the end of its positions
+PROMPT = 4  # tokens before a transcript: start, language, task, and no time stamps
 
 
 def reads_sound(folder: Path) -> bool:
@@ -59,6 +60,7 @@ def transcribe(
         {"language": language} if language and getattr(model.generation_config, "is_multilingual", False) else {}
     )
     longest = extractor.chunk_length * RATE
+    most = max_new_tokens or min(LONGEST, model.config.max_target_positions - PROMPT)
     texts: list[str] = []
     for start in tqdm(range(0, len(sounds), batch_size), desc="transcribing", unit="batch", disable=not progress):
         waves = [sound.read() for sound in sounds[start : start + batch_size]]
@@ -67,9 +69,7 @@ def transcribe(
             options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
             known["return_timestamps"] = True
         inputs = extractor(waves, sampling_rate=RATE, return_tensors="pt", **options).to(model.device)
-        tokens = model.generate(
-            **inputs, num_beams=num_beams, max_new_tokens=max_new_tokens or LONGEST, do_sample=False, **known
-        )
+        tokens = model.generate(**inputs, num_beams=num_beams, max_new_tokens=most, do_sample=False, **known)
         texts += processor.batch_decode(tokens, skip_special_tokens=True)
     return [text.strip() for text in texts]
 
