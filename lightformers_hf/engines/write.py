@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.markup import escape
@@ -29,7 +29,7 @@ from ..results import Result
 from ..text import data_name
 from . import ARGOS, EngineFile, argos, load_engine_file
 from .engine import TransformersModel
-from .layers import Source, read_source
+from .layers import Expansion, Source, read_source
 from .rounding import collate
 from .search import Search
 from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, translate_all
@@ -233,18 +233,13 @@ def export(
             longest = position_limit(source.model.config) or LONGEST_OUTPUT
             source.generation_config.max_length = min(LONGEST_OUTPUT, longest)
         source.generation_config.save_pretrained(temporary)
-        report = ExportReport(
+        report = describe_export(
+            source,
+            expansion,
             engine=to,
             quantization=quantization,
-            source=source.name,
-            parameters=unique_parameters(source.model),
-            multiplied_out=expansion.matrices,
-            factor_parameters=expansion.parameters_before,
-            product_parameters=expansion.parameters_after,
-            narrowed_attentions=expansion.narrowed_attentions,
             weight_bytes=written,
             difference=measure_difference(source, engine, temporary, quantization),
-            max_position_embeddings=source.model.config.max_position_embeddings,
             encoder_table=expansion.encoder_table,
             shortlist=listed,
             prefix=prefix,
@@ -269,6 +264,20 @@ def export(
         if languages:
             argos.write_package(source, temporary, languages)
     return report
+
+
+def describe_export(source: Source, expansion: Expansion, **fields: Any) -> ExportReport:
+    """Return the report of an export, with the sizes of its source and of the matrices that were expanded."""
+    return ExportReport(
+        source=source.name,
+        parameters=unique_parameters(source.model),
+        multiplied_out=expansion.matrices,
+        factor_parameters=expansion.parameters_before,
+        product_parameters=expansion.parameters_after,
+        narrowed_attentions=expansion.narrowed_attentions,
+        max_position_embeddings=source.model.config.max_position_embeddings,
+        **fields,
+    )
 
 
 def read_calibration(
@@ -305,18 +314,13 @@ def write_speech(
     source.tokenizer.save_pretrained(folder)
     source.feature_extractor.save_pretrained(folder)
     source.generation_config.save_pretrained(folder)
-    report = ExportReport(
+    report = describe_export(
+        source,
+        expansion,
         engine=to,
         quantization=quantization,
-        source=source.name,
-        parameters=unique_parameters(source.model),
-        multiplied_out=expansion.matrices,
-        factor_parameters=expansion.parameters_before,
-        product_parameters=expansion.parameters_after,
-        narrowed_attentions=expansion.narrowed_attentions,
         weight_bytes=written,
         difference=difference,
-        max_position_embeddings=source.model.config.max_position_embeddings,
         reads_sound=True,
     )
     write_json(asdict(report), folder / EXPORT_FILE)
