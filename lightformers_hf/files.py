@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -29,6 +30,7 @@ EXPORT_FILE = "export.json"
 PAGE_FILE = "page.json"  # manifest of a page that translates in the browser
 RECORD_FILE = "recovery.json"  # record of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
+PATIENCE = 2.0  # seconds
 WEIGHT_FILES = (  # the one that is loaded first
     "model.safetensors",
     "model.safetensors.index.json",
@@ -399,20 +401,28 @@ def parents(target: Path) -> Iterator[None]:
 
 @contextmanager
 def lock(target: Path) -> Iterator[bool]:
-    """Let no other process write `target`. Gives whether it is locked: there are locks, and a folder to hold one."""
+    """Let no other process write `target`. Gives whether it is locked: there are locks, and a folder to hold one.
+
+    The lock of a process that was killed is gone a moment after the process: a lock that is held is tried for a while.
+    """
     if not target.parent.is_dir():
         yield False
         return
-    path, descriptor = beside(target, "lock"), None
+    path, descriptor, end = beside(target, "lock"), None, time.monotonic() + PATIENCE
     try:
         while fcntl is not None and descriptor is None:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_there = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                is_there = False
+                time.sleep(0.05)
             except FileNotFoundError:
                 is_there = False
-            if not is_there:  # its previous holder removed it
+            if not is_there:  # its previous holder removed it, or it is held
                 os.close(descriptor)
                 descriptor = None
         locked = descriptor is not None

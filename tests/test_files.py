@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from lightformers_hf.files import (
     check_output,
     find_foreign,
     json_text,
+    lock,
     write_json,
     write_whole,
 )
@@ -249,7 +252,7 @@ def test_what_is_being_removed_is_not_taken_for_what_was_set_aside(tmp_path, mon
 
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("container", [pytest.param(True, marks=needs_containers), False])
-def test_of_two_writers_the_second_is_told_at_once(tmp_path, container, overwrite):
+def test_of_two_writers_the_second_is_told(tmp_path, container, overwrite):
     target = tmp_path / "out"
     if overwrite:
         write(target, "old")
@@ -260,6 +263,15 @@ def test_of_two_writers_the_second_is_told_at_once(tmp_path, container, overwrit
         assert finish(first) == (0, "")
     assert contents(tmp_path) == {"out", "out/half", "out/whole"}
     write(target, "later", overwrite=True)
+
+
+def test_the_lock_of_a_process_that_was_killed_is_gone_a_moment_later(tmp_path):
+    with ThreadPoolExecutor() as pool, lock(tmp_path / "out"):
+        writing = pool.submit(write, tmp_path / "out", "mine")
+        time.sleep(0.3)
+        assert not writing.done()
+    writing.result()
+    assert contents(tmp_path / "out") == {"file"}
 
 
 @needs_containers
