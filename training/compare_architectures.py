@@ -23,7 +23,8 @@ folder with weights, which is trained further (`{seed}` in its name is the run's
 without weights. Fields of its configuration follow after commas, `field=value`. Other options are passed to
 `run_translation.py`, `run_summarization.py` or `run_clm.py` and have priority over those of recipes. `--config` among
 them is for the models without a recipe. Every model is trained once for each seed. With several `--learning-rates`,
-each model gets the rate with the lowest validation loss at the first seed. A second call skips complete runs, and
+each model gets the rate with the lowest validation loss at the first seed, after `--rate-steps` steps where these are
+given, for example a fifth of the whole training. A second call skips complete runs, and
 resumes an interrupted run if `--save-strategy` made it write checkpoints.
 
 Besides the scores the table has unique parameters. For translation it also has two speeds on one core, as ratios to
@@ -145,24 +146,22 @@ def train_all(
 ) -> dict[Run, dict[str, float | str]]:
     """Train every model with every seed, at the best of the learning rates; {run: scores of the tests}."""
     script = Path(__file__).with_name(SCRIPTS[args.task])
-    done: dict[Run, dict[str, float | str]] = {}
 
-    def train(runs: list[Run]) -> None:
+    def train(runs: list[Run], args: argparse.Namespace) -> dict[Run, dict[str, float | str]]:
         told = {run: (options(run, models[run.name], args, others), folder_of(run, args)) for run in runs}
-        done.update(run_all(script, told, jobs=args.jobs))
+        done = run_all(script, told, jobs=args.jobs)
+        return {run: done[run] for run in runs}
 
-    rates, first = args.learning_rates or [None], args.seeds[0]
+    rates, first, best = args.learning_rates or [None], args.seeds[0], {}
+    short = argparse.Namespace(**vars(args))
+    if args.rate_steps:
+        short.max_steps, short.output_dir = args.rate_steps, Path(args.output_dir, f"rates-{args.rate_steps}-steps")
     if len(rates) > 1:
-        train([Run(name, first, rate) for name in models for rate in rates])
-    best = {
-        name: min(rates, key=lambda rate: validation_loss(folder_of(Run(name, first, rate), args)))
-        if len(rates) > 1
-        else rates[0]
-        for name in models
-    }
-    chosen = [Run(name, seed, best[name]) for name in models for seed in args.seeds]
-    train(chosen)
-    return {run: done[run] for run in chosen}
+        train([Run(name, first, rate) for name in models for rate in rates], short)
+    for name in models:
+        losses = {rate: validation_loss(folder_of(Run(name, first, rate), short)) for rate in rates if len(rates) > 1}
+        best[name] = min(losses, key=losses.__getitem__, default=rates[0])
+    return train([Run(name, seed, best[name]) for name in models for seed in args.seeds], args)
 
 
 def validation_loss(folder: Path) -> float:
@@ -319,6 +318,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--target-lang", help="translation: column or language")
     parser.add_argument("--seeds", type=seed_number, nargs="+", default=[SEED], help="a run of every model for each")
     parser.add_argument("--learning-rates", type=float, nargs="+", help="default: as in the recipes")
+    parser.add_argument("--rate-steps", type=int, help="steps after which rates are compared; default: all steps")
     parser.add_argument("--max-steps", type=int, help="default: as in the recipes")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
     parser.add_argument("--num-beams", type=int, help="beams of every model, for test and speed")

@@ -105,6 +105,13 @@ def test_the_best_rate_two_tests_and_going_on(tmp_path, tiny_marian, parallel_se
     assert kept == state["log_history"][: len(kept)]  # its first half was not done again
     with pytest.raises(ValueError, match="two parts are called 'data'"):
         run(*options[: options.index("--test-file") + 1], data, data, *options[options.index("--test-file") + 2 :])
+
+    sooner = tmp_path / "sooner"
+    run(*options, "--rate-steps", 2, "--output-dir", sooner)
+    assert [row["rate"] for row in rows(sooner)] == [1e-6, 1e-6]
+    assert not (sooner / "taught-rate-0.5-seed-1").exists()
+    state = json.loads((sooner / "rates-2-steps" / "taught-rate-0.5-seed-1" / "trainer_state.json").read_text())
+    assert state["max_steps"] == 2
     at = options.index("--validation-file")
     with pytest.raises(ValueError, match="give --validation-file"):
         run(*options[:at], *options[at + 2 :])
