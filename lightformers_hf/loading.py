@@ -159,19 +159,17 @@ def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str 
 
 
 def check_stored(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], name: str | os.PathLike) -> None:
-    """Raise `ValueError` for weights that are quantized, or a wrapped model's, and where the configuration has a size
-    that no tensor has.
+    """Raise `ValueError` for weights of a wrapped model, for quantized ones without a `quantization_config`, and where
+    the configuration has a size that no tensor has.
 
     A model is built before its tensors are put in place: depths and tables that nothing was stored for would take
     hours, or more memory than there is.
     """
     names = list(shapes)
-    said = getattr(config, "quantization_config", None)
-    if said or any(key.endswith(QUANTIZED) for key in names):
-        method = said.get("quant_method") if isinstance(said, dict) else None
+    if not is_quantized(config) and any(key.endswith(QUANTIZED) for key in names):
         raise ValueError(
-            f"{name} holds weights that were quantized{f' by {method}' if method else ''}: give the checkpoint before "
-            "it was quantized"
+            f"{name} holds weights that were quantized, and its config.json does not say how (quantization_config): "
+            "give the checkpoint before it was quantized"
         )
     for prefix, (wrapper, inner) in WRAPPERS.items():
         if 2 * sum(key.startswith(prefix) for key in names) > len(names):
@@ -465,16 +463,22 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
     """Return `auto.from_pretrained(name, **options)` of an Auto class, without running code beside the checkpoint.
 
     The architectures of this package, whose checkpoints have their code with them, load from the installed package.
+    Quantized weights are dequantized.
 
     Raises:
         ValueError: a model or tokenizer that only its own code can load, a folder without any tokenizer, a weight that
-            is NaN or infinite; else as `from_pretrained`.
+            is NaN or infinite, quantized weights that transformers can't dequantize; else as `from_pretrained`.
     """
     name = os.path.expanduser(name)
     if auto is AutoTokenizer and Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise no_tokenizer(name)  # transformers would make one of nothing
     try:
         with _no_strange_code(name), hide_bars(), LOADING, usual_settings():
+            if issubclass(auto, PreTrainedModel) or hasattr(auto, "from_config"):
+                config = options.get("config") or AutoConfig.from_pretrained(name, trust_remote_code=False)
+                if is_quantized(config):  # some methods dequantize when they load, and only if this is set
+                    options["config"] = config = copy.deepcopy(config)
+                    config.quantization_config = dict(config.quantization_config, dequantize=True)
             loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
             if isinstance(loaded, PreTrainedConfig):
                 check_config(loaded, name)
@@ -483,6 +487,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
                 loaded.padding_side = "right"  # of the positions of an encoder, as in its training
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             if isinstance(model, PreTrainedModel):
+                dequantize(model, name)
                 for tensor_name, tensor in model.state_dict().items():
                     check_finite(tensor, tensor_name, name)
                 if model.can_generate():
@@ -493,6 +498,27 @@ def load_pretrained(auto: Any, name: str | os.PathLike, **options: Any) -> Any:
             raise
         reason = str(error).partition("\n")[0]
         raise OSError(f"{name} is no folder here, and the Hub does not give it: {reason}") from error
+
+
+def is_quantized(model: PreTrainedModel | PreTrainedConfig) -> bool:
+    """Whether the weights of a loaded model, or those that a configuration describes, are quantized."""
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    return bool(getattr(config, "quantization_config", None))
+
+
+def dequantize(model: PreTrainedModel, name: str | os.PathLike) -> None:
+    """Replace quantized layers of a loaded model by layers in float32. Raises `ValueError` if transformers can't."""
+    if not is_quantized(model):
+        return
+    try:
+        model.dequantize(dtype=torch.float32).float()  # its other layers, too
+    except (NotImplementedError, ValueError):  # the second: a method that transformers does not have
+        method = model.config.to_dict()["quantization_config"].get("quant_method")
+        method = getattr(method, "value", method)
+        raise ValueError(
+            f"{name} holds weights that were quantized by {method}, which transformers can't dequantize: give the "
+            "checkpoint before it was quantized"
+        ) from None
 
 
 def build_network(auto: Any, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -40,8 +40,11 @@ from ..loading import (
     check_stored,
     check_tokenizer,
     check_vocabulary,
+    dequantize,
     find_architecture,
     has_tokenizer,
+    is_quantized,
+    load_network,
     load_pretrained,
     main_dtype,
     no_tokenizer,
@@ -128,8 +131,18 @@ def read(
     where = folder or f"the loaded model {name}"
     source_config = _copy_config(source) if is_loaded(source) else _read_config(folder)
     architecture, family = find_architecture(source_config, where), find_family(source_config)
-    tensors = _share_tensors(source) if is_loaded(source) else CheckpointReader(folder).read_all()
+    if is_loaded(source):
+        if is_quantized(source):
+            source = copy.deepcopy(source)
+            dequantize(source, where)
+        tensors = _share_tensors(source)
+    else:
+        tensors = CheckpointReader(folder).read_all()
     check_stored(source_config, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, where)
+    if is_quantized(source_config):
+        if folder is not None:
+            tensors = _share_tensors(load_network(folder))
+        del source_config.quantization_config
     try:
         config = family.fit_weights(family.own_config(source_config), tensors, where)
         if config.dtype is None and (stored := main_dtype(tensors.values())) in WEIGHT_TYPES:

@@ -28,7 +28,6 @@ from .layers import (
     apply_dropout,
     attention_weights,
     cached_states,
-    eager_attention,
     find_attention,
 )
 from .low_rank import (
@@ -185,20 +184,16 @@ class PartialAttention(Attention):
 
         keys, values = cached_states(past_key_values, layer_idx, self.is_cross_attention, memory)
         query, keys = split_heads(query, self.base), split_heads(keys.squeeze(1), self.base)
-        values, attend = split_heads(values.squeeze(1), self.heads), find_attention(self.config)
-        share = self.dropout if self.training else 0.0
+        values = split_heads(values.squeeze(1), self.heads)
         if self.expand is None:
-            states, weights = attend(
+            share = self.dropout if self.training else 0.0
+            states, weights = find_attention(self.config)(
                 self, query, keys, values, attention_mask, dropout=share, scaling=self.scaling, **kwargs
             )
-        else:
+        else:  # a matrix over the heads comes between product and softmax, so that no kernel has both
             logits = self._scale_heads(torch.matmul(query * self.scaling, keys.transpose(2, 3)))
-            if attend is eager_attention:
-                weights = apply_dropout(attention_weights(logits, attention_mask), self.dropout, self.training)
-                states = torch.matmul(weights, values).transpose(1, 2)
-            else:  # the logits are the mask of queries of zeros, so that softmax and product are one kernel
-                mask, zeros = add_mask(logits, attention_mask), values.new_zeros(*logits.shape[:3], values.shape[-1])
-                states, weights = attend(self, zeros, values, values, mask, dropout=share, scaling=1.0, **kwargs)
+            weights = apply_dropout(attention_weights(logits, attention_mask), self.dropout, self.training)
+            states = torch.matmul(weights, values).transpose(1, 2)
         if self.has_ffn:
             states = self._feed_forward(states) * self.gate_activation(gate).view(states.shape)
         return self.out_proj(states.flatten(2)), weights

@@ -1,6 +1,8 @@
 """Encoder and decoder of every architecture: shared layers, initialization and loading, masks and caches."""
 
+import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,6 +104,29 @@ class FactorizedPreTrainedModel(PreTrainedModel):
         missing -= new
         super().tie_weights(missing_keys, recompute_mapping)
         missing |= new
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **options: Any) -> None:
+        """Save as `PreTrainedModel` does, and so that weights of torchao can be loaded again.
+
+        torchao 0.18 fails at the names without a dot in its list of tensors, which need no entry: `final_logits_bias`.
+        """
+        quantizer = getattr(self, "hf_quantizer", None)
+        collect = getattr(quantizer, "get_state_dict_and_metadata", None)
+
+        def collect_named(model: nn.Module) -> tuple[dict, dict]:
+            state, metadata = collect(model)
+            if "tensor_names" in metadata:
+                names = [name for name in json.loads(metadata["tensor_names"]) if "." in name]
+                metadata["tensor_names"] = json.dumps(names)
+            return state, metadata
+
+        if quantizer is not None:
+            quantizer.get_state_dict_and_metadata = collect_named
+        try:
+            super().save_pretrained(save_directory, *args, **options)
+        finally:
+            if quantizer is not None:
+                del quantizer.get_state_dict_and_metadata
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

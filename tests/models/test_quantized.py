@@ -1,13 +1,20 @@
 """Quantized layers, of libraries and self-made, in models of this package beside transformers' Marian."""
 
+import json
+import re
+import shutil
+
 import pytest
 import torch
 from models.cases import TINY
+from safetensors.torch import load_file, save_file
 from tiny import marian_tokens, sizes
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, BitsAndBytesConfig, MarianConfig, MarianMTModel, TorchAoConfig
 
 from lightformers_hf import convert
+from lightformers_hf.checkpoints.teacher import read as read_teacher
+from lightformers_hf.loading import load_network
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 
 BATCH = {"input_ids": torch.arange(3, 19).view(2, 8), "decoder_input_ids": torch.arange(20, 32).view(2, 6)}
@@ -68,6 +75,75 @@ def test_a_quantized_model_is_saved_and_loaded(folders, name, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(**BATCH).logits, model(**BATCH).logits)
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZATIONS if name.startswith("bitsandbytes")])
+@torch.no_grad()
+def test_a_quantized_teacher_is_dequantized(folders, name, tmp_path):
+    """From a folder and from memory, of another family and of this package."""
+    pytest.importorskip("bitsandbytes")
+    options = {"dtype": torch.bfloat16, "quantization_config": QUANTIZATIONS[name]()}
+    for folder in folders[:2]:
+        model, place = AutoModelForSeq2SeqLM.from_pretrained(folder, **options).eval(), tmp_path / folder.name
+        model.save_pretrained(place / "quantized")
+        expected = model.dequantize(torch.float32).float()(**BATCH).logits
+        again = AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
+        ratio = {"rank": 64} if folder.name == "marian" else {}
+        for source, output in [(place / "quantized", place / "a"), (again, place / "b")]:
+            convert(source, output, method="paper", progress=False, **ratio)
+            assert "quantization_config" not in json.loads((output / "config.json").read_text())
+        assert again.is_quantized
+        tensors = [load_file(place / output / "model.safetensors") for output in "ab"]
+        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+        assert torch.allclose(
+            load_network(place / "quantized")(**BATCH).logits, expected, atol=5e-3
+        )  # sinusoids in bf16 there
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+@torch.no_grad()
+def test_a_teacher_that_is_dequantized_when_it_is_loaded(folders, method, tmp_path):
+    """Weights in 8 bits of the formats that servers read, made here from their definition."""
+    folder = shutil.copytree(folders[0], tmp_path / "quantized")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    exact = dict(tensors)
+    for name in [name for name in tensors if re.search(r"(proj|fc\d)\.weight", name)]:
+        scale = tensors[name].abs().amax() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        exact[name] = tensors[name].float() * scale
+        if method == "fp8":
+            tensors[f"{name}_scale_inv"] = scale.reshape(1, 1).float()
+        else:
+            tensors[f"{name}_scale"] = scale.reshape(1).float()
+    settings = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        "fp8": {"quant_method": "fp8", "weight_block_size": [512, 512], "activation_scheme": "dynamic"},
+        "compressed-tensors": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": settings}},
+            "ignore": ["lm_head"],
+        },
+    }[method]
+    if method == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForSeq2SeqLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+    reference.load_state_dict(exact, strict=False)
+    read = read_teacher(folder).model(**BATCH).logits
+    assert torch.allclose(read, reference(**BATCH).logits, atol=1e-3)
+
+
+def test_weights_that_transformers_cannot_dequantize_are_refused(folders, tmp_path):
+    pytest.importorskip("torchao")
+    options = {"dtype": torch.bfloat16, "quantization_config": QUANTIZATIONS["torchao, 8 bits"]()}
+    model = AutoModelForSeq2SeqLM.from_pretrained(folders[1], **options)
+    model.save_pretrained(tmp_path / "quantized")
+    for source in (model, tmp_path / "quantized"):
+        with pytest.raises(ValueError, match="quantized by torchao, which transformers can't dequantize: give the"):
+            convert(source, tmp_path / "out", method="paper", progress=False)
 
 
 class Packed(nn.Module):
