@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .files import write_json
 from .text import is_file_name, load_rows
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import FeatureExtractionMixin, GenerationConfig, PreTrainedTokenizerBase
 
 RATE = 16_000  # samples of a second, of all models
 SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")
@@ -26,6 +27,7 @@ TRANSCRIPTS = ("text", "transcription", "transcript", "sentence", "normalized_te
 FILES = ("file_name", "audio", "file", "path")
 # Sound of this power, relative to the loudest parts of a piece, is silence; so is that of all pieces below the second.
 SILENCE, QUIETEST = 1e-4, 1e-9
+STEP = RATE / 50  # samples of sound from one time to the next
 AROUND = 5  # positions around speech that belong to it
 # A first token with such a name is that of a language.
 LANGUAGE = "<|{}|>"
@@ -186,3 +188,25 @@ def check_language(config: GenerationConfig, language: str | None, name: str) ->
 def transcript_tokens(tokenizer: PreTrainedTokenizerBase, text: str, config: GenerationConfig) -> list[int]:
     """Return the tokens of a transcript, and the end."""
     return [*tokenizer(f" {text}", add_special_tokens=False)["input_ids"], config.eos_token_id]
+
+
+def add_times(parts: Sequence[tuple[int, list[int]]], config: GenerationConfig) -> list[int]:
+    """Return the tokens of a transcript with times, and the end.
+
+    Args:
+        parts: of each part, the samples of its sound, and the tokens of its transcript with their end.
+    """
+    tokens, start, first = [], 0, config.no_timestamps_token_id + 1
+    for length, text in parts:
+        tokens += [first + round(start / STEP), *text[:-1], first + round((start + length) / STEP)]
+        start += length
+    return [*tokens, config.eos_token_id]
+
+
+def save_extractor(
+    extractor: FeatureExtractionMixin, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path
+) -> None:
+    """Write a feature extractor beside a tokenizer, and the spellings of the tokenizer, which it does not write."""
+    extractor.save_pretrained(folder)
+    if spelling := getattr(tokenizer, "english_spelling_normalizer", None):
+        write_json(spelling, Path(folder, "normalizer.json"))

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    FeatureExtractionMixin,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..checkpoints.teacher import Teacher
 from ..languages import split_language
-from ..speech import RATE, Piece, check_language, cut_pieces, find_sounds, prompt_of, transcript_tokens
+from ..speech import Piece, add_times, check_language, cut_pieces, find_sounds, prompt_of, transcript_tokens
 from .calibration_text import MOST_TOKENS, TOKENS_PER_FEATURE
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch
 from .workers import Step, cast_weights, fast_products
 
 SAMPLES = 8  # transcripts of a piece that the teacher draws
-STEP = RATE / 50  # samples of sound from one time to the next
 # Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
 SILENT = 8
+# Settings of the teacher's generation that its transcripts follow.
+RULES = ("suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id")
 
 
 def draw_pieces(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> list[Piece]:
@@ -74,27 +83,50 @@ def sound_batches(
     with cast_weights(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for piece in Step("transcribing", pieces, unit="piece"):
-            features = extractor([piece.wave], sampling_rate=extractor.sampling_rate, return_tensors="pt")
-            features = features.input_features
-            with fast_products(model.device), torch.inference_mode():
-                encoded = model.get_encoder()(features.to(model.device))
-                spoken = language
-                if getattr(config, "is_multilingual", False) and language is None:
-                    found = model.detect_language(encoder_outputs=encoded)
-                    spoken = tokenizer.convert_ids_to_tokens(found.tolist())[0].strip("<|>")
-                prompt, timed = (prompt_of(config, spoken, times=times) for times in (False, True))
-                if piece.text is None:
-                    (text,) = _generate(model, encoded, prompt, 1)
-                else:
-                    text = transcript_tokens(tokenizer, piece.text, config)
-                samples = _generate(model, encoded, prompt, SAMPLES, most=2 * len(text) + 8)
-            times = [config.no_timestamps_token_id + 1 + step for step in (0, round(len(piece.wave) / STEP))]
-            rows = [(prompt, text), (timed, [times[0], *text[:-1], times[1], text[-1]])]
+            heard = hear(model, tokenizer, extractor, piece, language)
+            prompt, timed = (prompt_of(config, heard.language, times=times) for times in (False, True))
+            spoken = heard.states[:, torch.from_numpy(piece.spoken).to(model.device)]
+            samples = _generate(model, spoken, prompt, SAMPLES, most=2 * len(heard.text) + 8)
+            rows = [(prompt, heard.text), (timed, add_times([(len(piece.wave), heard.text)], config))]
             rows += [(prompt, sample) for sample in samples]
             batch = _pack(rows, model.config.max_position_embeddings)
             batch["attention_mask"] = (torch.from_numpy(piece.spoken) | counted).long().unsqueeze(0)
-            batches.append({"input_features": features, **batch})
+            batches.append({"input_features": heard.features, **batch})
     return batches
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """What a model makes of a piece of sound."""
+
+    features: Tensor  # the spectrogram (1, M, 2·S)
+    states: Tensor  # of the encoder (1, S, d)
+    language: str | None  # of a multilingual model
+    text: list[int]  # tokens of the transcript, and the end
+
+
+@torch.inference_mode()
+def hear(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    extractor: FeatureExtractionMixin,
+    piece: Piece,
+    language: str | None,
+) -> Heard:
+    """Find the language of a piece where it is not given, and transcribe the piece if it has no transcript."""
+    config = model.generation_config
+    features = extractor([piece.wave], sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+    with fast_products(model.device):
+        encoded = model.get_encoder()(features.to(model.device))
+        if getattr(config, "is_multilingual", False) and language is None:
+            found = model.detect_language(encoder_outputs=encoded)
+            language = tokenizer.convert_ids_to_tokens(found.tolist())[0].strip("<|>")
+    states = encoded.last_hidden_state
+    if piece.text is None:
+        (text,) = _generate(model, states, prompt_of(config, language), 1)
+    else:
+        text = transcript_tokens(tokenizer, piece.text, config)
+    return Heard(features, states, language, text)
 
 
 def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
@@ -111,21 +143,29 @@ def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
     return {name: torch.tensor([values]) for name, values in names.items()}
 
 
+@torch.inference_mode()
 def _generate(
-    model: PreTrainedModel, encoded: BaseModelOutput, prompt: list[int], number: int, most: int | None = None
+    model: PreTrainedModel, states: Tensor, prompt: list[int], number: int, most: int | None = None
 ) -> list[list[int]]:
-    """The likeliest tokens after a prompt, or so many samples, each with the end."""
+    """The likeliest tokens after a prompt, or so many samples, each with the end, for the encoder's states."""
     own, end = model.generation_config, model.config.eos_token_id
-    rules = {name: getattr(own, name) for name in ("suppress_tokens", "begin_suppress_tokens")}
-    limit = model.config.max_position_embeddings - len(prompt)
+    limit = model.config.max_target_positions - len(prompt)
     settings = GenerationConfig(
-        **rules, do_sample=number > 1, max_new_tokens=min(most or limit, limit), eos_token_id=end, pad_token_id=end
+        **{name: getattr(own, name) for name in RULES},
+        do_sample=number > 1,
+        max_new_tokens=min(most or limit, limit),
+        eos_token_id=end,
+        pad_token_id=end,
     )
-    states = encoded.last_hidden_state.expand(number, -1, -1)
-    tokens = GenerationMixin.generate(
-        model,
-        encoder_outputs=BaseModelOutput(last_hidden_state=states),
-        decoder_input_ids=torch.tensor([prompt] * number, device=states.device),
-        generation_config=settings,
-    )
+    model.generation_config = GenerationConfig()  # which would give its longest text, with a warning
+    try:
+        with fast_products(model.device):
+            tokens = GenerationMixin.generate(
+                model,
+                encoder_outputs=BaseModelOutput(last_hidden_state=states.expand(number, -1, -1)),
+                decoder_input_ids=torch.tensor([prompt] * number, device=states.device),
+                generation_config=settings,
+            )
+    finally:
+        model.generation_config = own
     return [[*(token for token in row if token != end), end] for row in tokens[:, len(prompt) :].tolist()]

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.fidelity import check_outputs
 from ..checkpoints.teacher import Teacher, copy_model, on_device, reads_sound, shorten, trim
-from ..files import CARD_FILE, write_json
+from ..files import CARD_FILE
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
 from ..options import OptionError
 from ..processors import check_device, free_memory, has_fast_bf16
+from ..speech import save_extractor
 from ..text import fingerprint
 from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_speech import draw_pieces, sound_batches
@@ -353,10 +354,8 @@ def write(result: Compressed, folder: Path, place: str) -> None:
         # Loaded and saved rather than copied: this writes the name of the class, which does not follow from the model
         # type.
         teacher.tokenizer.save_pretrained(folder)
-        if spelling := getattr(teacher.tokenizer, "english_spelling_normalizer", None):
-            write_json(spelling, folder / "normalizer.json")
     if teacher.feature_extractor is not None:
-        teacher.feature_extractor.save_pretrained(folder)
+        save_extractor(teacher.feature_extractor, teacher.tokenizer, folder)
     write_report(report, folder)
     facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
     (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")

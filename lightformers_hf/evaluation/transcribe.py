@@ -28,8 +28,8 @@ def reads_sound(folder: Path) -> bool:
     return hasattr(load_pretrained(AutoConfig, folder), "num_mel_bins")
 
 
-def load_speech(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, ProcessorMixin]:
-    """Return a model for speech in float32, and its processor. Raises `ValueError` if it has no feature extractor."""
+def load_processor(folder: Path) -> ProcessorMixin:
+    """Return the processor of a model for speech. Raises `ValueError` if it has no feature extractor."""
     try:
         processor = load_pretrained(AutoProcessor, folder)
         processor.feature_extractor.chunk_length  # noqa: B018, a tokenizer alone has none
@@ -38,6 +38,12 @@ def load_speech(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, Pro
             f"{folder} holds no feature extractor (preprocessor_config.json), which makes spectrograms of sound: put "
             "the file of the model that it was trained from there"
         ) from None
+    return processor
+
+
+def load_speech(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Return a model for speech in float32, and its processor. Raises `ValueError` if it has no feature extractor."""
+    processor = load_processor(folder)
     model = load_pretrained(AutoModelForSpeechSeq2Seq, folder, dtype=torch.float32)
     return model.eval().to(device), processor
 

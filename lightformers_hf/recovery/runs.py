@@ -116,7 +116,11 @@ def load_trainable(
 
 
 def load_distiller(
-    name: str, tokenizer: PreTrainedTokenizerBase, attention: str | None = None, config: PreTrainedConfig | None = None
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    attention: str | None = None,
+    config: PreTrainedConfig | None = None,
+    auto_model: Any = AutoModelForSeq2SeqLM,
 ) -> PreTrainedModel:
     """The teacher to distil from, with the words of `tokenizer` alone. Raises `ValueError` if it lacks one.
 
@@ -125,7 +129,7 @@ def load_distiller(
     name = str(resolve_source(name))
     own = load_pretrained(AutoTokenizer, name)
     matched = match_tokens(tokenizer, own)
-    teacher = load_trainable(name, attention)
+    teacher = load_trainable(name, attention, auto_model)
     check_vocabulary(own, teacher.config, name)
     if matched is None and config is not None and config.vocab_size < teacher.config.vocab_size:
         target = getattr(config, "decoder_vocab_size", None) or config.vocab_size
@@ -143,6 +147,7 @@ class ScoredPart:
         self.order = np.argsort(tokens["source_length"][:], kind="stable")
         self.tokens, self.tokenizer = tokens.select(self.order), tokenizer
         self.references = [pairs[int(i)]["target"] for i in self.order]
+        self.longest = max(map(len, self.tokens["labels"]))
 
     def decode(self, predictions: np.ndarray) -> list[str]:
         """The texts of generated tokens (rows, T), padded with negative ids."""

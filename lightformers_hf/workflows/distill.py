@@ -53,7 +53,8 @@ from ..languages import split_language, split_prefix
 from ..loading import is_export
 from ..results import Result
 from ..text import check_known, data_name
-from .recover import ENGINE, QUANTIZATION, check_files, claim
+from .recover import check_files, claim
+from .run import ENGINE, QUANTIZATION
 
 if TYPE_CHECKING:
     from rich.table import Table

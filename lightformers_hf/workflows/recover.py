@@ -1,51 +1,34 @@
 """Recover the quality of a compressed model by one call, of the parts `training/run_translation.py` is made of.
 
-From top to bottom: the call, one recovery, its record on disk, and the teacher in a fast engine.
+From top to bottom: the call, and its record on disk.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from importlib.util import find_spec
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    EvalPrediction,
     GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
-    PrinterCallback,
     set_seed,
 )
 
 from ..arguments import RecoverArguments
-from ..conversion import copy_report
-from ..conversion.calibration_text import random_texts
-from ..corpus import Corpus, Pairs
+from ..checkpoints.teacher import reads_sound
 from ..deprecated import renamed_arguments
-from ..engines import Engine, export, load_engine
-from ..engines.engine import ONE_OUTPUT, longest_input
-from ..evaluation.evaluate import choose_columns
-from ..evaluation.quality import METRICS, check_metrics, choose_metrics, labels, score, selection_metric
-from ..evaluation.translate import translate
+from ..engines.engine import ONE_OUTPUT
+from ..evaluation.quality import check_metrics
 from ..files import (
     RECORD_FILE,
     check_output,
@@ -62,74 +45,35 @@ from ..in_memory import identify, on_disk
 from ..languages import (
     begin_with,
     first_token_of,
-    language_code,
-    named_columns,
-    set_languages,
-    split_language,
-    split_prefix,
 )
 from ..loading import (
-    build_network,
-    check_checkpoint,
     check_vocabulary,
     load_pretrained,
     resolve_source,
-    unique_parameters,
 )
 from ..options import OptionError, takes, values_of
 from ..processors import has_fast_bf16
 from ..recovery import (
-    RecoveryTrainer,
-    ScoredPart,
-    TokenBatches,
-    TokenizedPool,
     check_reports,
-    find_last_checkpoint,
     load_distiller,
-    load_trainable,
     one_process,
     remove_checkpoints,
-    train,
 )
 from ..recovery.runs import (
-    FAR,
-    FOR_VALIDATION,
-    MAX_TOKENS,
-    Clock,
-    Pace,
-    Progress,
-    RecoverySettings,
-    choose_settings,
-    find_distance,
     hush_trainer,
     keep_randomness,
-    plan_steps,
-    training_arguments,
 )
-from ..results import Result
-from ..text import cut_texts, data_name, load_parallel, tokenize_pairs
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from ..text import data_name
+from .recover_speech import SoundRun
+from .run import TRANSLATIONS_FILE, VALIDATION_FILE, Recovery, Run
 
 logger = logging.getLogger(__name__)
-VALIDATION_FILE = "validation.json"  # the pairs that were drawn for it: data may change before a recovery resumes
 # Arguments that an interrupted recovery may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "skip_bad_lines", "overwrite", "progress")
-TRANSLATIONS_FILE = "translations.json"  # the teacher's, and their sources: data may change before it resumes
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it ends
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
-ENGINE, QUANTIZATION = "ctranslate2", "int8"  # in which a teacher translates fastest
-FOR_TRANSLATIONS = 0.25  # share of the time for the teacher's translations
-HELD_OUT = 1000  # pairs of the validation at most
-ENOUGH = 20_000  # translations that a model can be trained on alone, where there are more sources than time
-RANDOM_TEXTS = 20_000  # that are drawn where there is no text
-COMPARED = 200  # at most so many translations of the teacher replace references
-LONGEST = 1024  # tokens of a text at most
 # Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
 LEAST_RATIO = 0.9
-TRIAL_STEPS = 16  # steps that measure the time of a step
-SAMPLE, BEAMS = 64, 4  # sources that measure the speed of translation, and the teacher's beams
 
 
 @renamed_arguments(light="model", source="source_lang", target="target_lang")
@@ -194,19 +138,20 @@ def start_run(
 ) -> Run:
     """Load the two models and the text. Raises `ValueError` where they do not fit, or as `load_parallel`."""
     on_cpu, folder = trains_on_cpu(call.device), resolve_source(light)
+    kind = SoundRun if reads_sound(load_pretrained(AutoConfig, folder)) else Run
     tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
-    languages, attention = (call.source_lang, call.target_lang), "eager" if on_cpu else None
-    model = load_light(folder, tokenizer, languages, attention, dropout=False)
+    attention = kind.cpu_attention if on_cpu else None
+    model = kind.load_model(folder, tokenizer, (call.source_lang, call.target_lang), attention, dropout=False)
     check_vocabulary(tokenizer, model.config, light)
     check_generation(model.generation_config, folder)
-    distiller = load_distiller(teacher, tokenizer, attention, model.config)
+    distiller = load_distiller(teacher, tokenizer, attention, model.config, kind.auto_model)
     if not on_cpu:
         distiller.to(torch.accelerator.current_accelerator())
     # The compressed model contains its languages, or they are given.
     begin_with(distiller, first_token_of(model))
     bf16 = has_fast_bf16() if on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
     names = (light, teacher, data, validation)
-    run = Run(call, output, *names, folder, tokenizer, model, distiller, on_cpu, bf16, resumes, exclude)
+    run = kind(call, output, *names, folder, tokenizer, model, distiller, on_cpu, bf16, resumes, exclude)
     if run.ratio < LEAST_RATIO:
         raise ValueError(
             f"the model to train has {1 / run.ratio:.1f} times its teacher's parameters: give the smaller one "
@@ -215,28 +160,8 @@ def start_run(
     run.corpus, run.held_out = run.read_data()
     sources, references = run.held_out["source"][:], run.held_out["target"][:]
     # Random tokens have no length that a summary would be shorter than.
-    run.metrics = choose_metrics(call.metrics, references if data is None else sources, references)
+    run.metrics = run.choose_metrics(references if data is None else sources, references)
     return run
-
-
-def load_light(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    languages: tuple[str | None, str | None],
-    attention: str | None,
-    *,
-    dropout: bool,
-) -> PreTrainedModel:
-    """The compressed model, with the dropout of its configuration or without any."""
-    model = load_trainable(str(folder), attention, dropout=dropout)
-    set_languages(model, tokenizer, *languages)
-    return model
-
-
-def count_parameters(checkpoint: str | Path) -> int:
-    """Learned parameters of a checkpoint, without memory for its weights."""
-    with torch.device("meta"):
-        return unique_parameters(build_network(AutoModelForSeq2SeqLM, check_checkpoint(resolve_source(checkpoint))))
 
 
 def check_minutes(minutes: float) -> None:
@@ -270,413 +195,6 @@ def trains_on_cpu(device: str | None) -> bool:
             "all accelerators that CUDA_VISIBLE_DEVICES names",
         )
     return device == "cpu" or accelerator is None
-
-
-@dataclass(eq=False)
-class Run:
-    """Models and data of one recovery.
-
-    Attributes:
-        call: the arguments of `recover`.
-        output: the folder to write.
-        light, teacher: folders or Hub names of the two models.
-        data, validation: names of the texts.
-        folder: folder of the compressed model.
-        model, distiller: the two models, loaded.
-        tokenizer: that of the compressed model.
-        on_cpu, bf16: where and in which type they are trained.
-        resumes: whether an earlier call has drawn the validation.
-        exclude: pairs whose sources are not trained on.
-        corpus, held_out: the text to train on, and the validation.
-        metrics: those that were asked for, or that fit the references.
-    """
-
-    call: RecoverArguments
-    output: Path
-    light: str | Path
-    teacher: str | Path
-    data: str | None
-    validation: str | None
-    folder: Path
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    distiller: PreTrainedModel
-    on_cpu: bool
-    bf16: bool
-    resumes: bool = False
-    exclude: str | None = None
-    corpus: Corpus = field(init=False)
-    held_out: Dataset = field(init=False)
-    metrics: list[str] = field(init=False)
-    last_pool: tuple[Pairs, TokenizedPool] | None = field(init=False, default=None)
-
-    @property
-    def attention(self) -> str | None:
-        """Attention written out: on a CPU, with sentences, it trains faster than the fused kernel."""
-        return "eager" if self.on_cpu else None
-
-    @property
-    def languages(self) -> tuple[str | None, str | None]:
-        """Columns, and codes of languages: source and target."""
-        return self.call.source_lang, self.call.target_lang
-
-    @property
-    def ratio(self) -> float:
-        """Parameters of the teacher, with the kept tokens alone, / parameters of the model."""
-        return unique_parameters(self.distiller) / unique_parameters(self.model)
-
-    @property
-    def one_language(self) -> bool:
-        """Whether the teacher makes the targets."""
-        return not self.corpus.has_targets
-
-    @property
-    def compares_with_teacher(self) -> bool:
-        """Whether the references of the validation are the teacher's."""
-        return self.one_language and not self.validation
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a text at most."""
-        return min(LONGEST, getattr(self.model.config, "max_position_embeddings", None) or LONGEST)
-
-    @property
-    def best_by(self) -> str:
-        """The metric that chooses the checkpoint."""
-        return selection_metric(self.metrics, self.call.metrics)
-
-    @property
-    def measured(self) -> list[str]:
-        """The metrics, and chrF, by which the loss is measured (`find_distance`)."""
-        return list(dict.fromkeys([*self.metrics, "chrf"]))
-
-    @cached_property
-    def own_config(self) -> PreTrainedConfig:
-        """The compressed model's, as it was."""
-        return load_pretrained(AutoConfig, self.folder)
-
-    def load_light(self, *, dropout: bool) -> PreTrainedModel:
-        """The compressed model, with the dropout of its configuration or without any."""
-        return load_light(self.folder, self.tokenizer, self.languages, self.attention, dropout=dropout)
-
-    def read_data(self) -> tuple[Corpus, Dataset]:
-        """Text to train on, without the sources of the validation, and the validation's pairs.
-
-        The validation is drawn from all text, unless it is given, or an earlier call has drawn it.
-        """
-        corpus = self.open_corpus()
-        texts = corpus.sample(HELD_OUT, self.call.seed)
-        if self.validation:
-            source, target = self.columns
-            held_out = load_parallel(self.validation, source=source, target=target, max_samples=HELD_OUT)
-        elif self.resumes:
-            held_out = Dataset.from_dict(read_json(self.output / VALIDATION_FILE))
-        else:
-            size = min(HELD_OUT if corpus.has_targets else COMPARED, corpus.rows // 10)
-            if not size:
-                held = f"{corpus.rows} text{'s' * (corpus.rows != 1)}"
-                raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
-            held_out = texts.select(range(min(size, len(texts))))
-            if not corpus.has_targets:
-                sources = held_out["source"][:]
-                said = translate(
-                    sources, self.distiller, self.tokenizer, num_beams=1, split=False, progress=self.call.progress
-                )
-                held_out = held_out.add_column("target", said)
-        corpus.hold_out(held_out["source"])
-        if self.exclude:
-            corpus.hold_out(load_parallel(self.exclude, source=self.columns[0], target=self.columns[1])["source"])
-        if not len(corpus.sample(1, self.call.seed, without=corpus.without)):
-            raise ValueError(f"{self.data} holds only the text of the validation: give other text")
-        return corpus, held_out
-
-    def open_corpus(self) -> Corpus:
-        """All text: that of the user, or random tokens, without texts that would be cut."""
-        if self.data is None:
-            config, name = self.distiller.config, str(self.teacher)
-            texts = random_texts(self.tokenizer, config, self.languages, RANDOM_TEXTS, self.call.seed, name=name)
-            most, lengths = longest_input(self.distiller, self.tokenizer), map(len, self.tokenizer(texts)["input_ids"])
-            texts = [text for text, n in zip(texts, lengths, strict=True) if n <= most]
-            return Corpus.of(Dataset.from_dict({"source": texts}))
-        source, target = named_columns(*self.languages)
-        source = source and self.columns[0]
-        return Corpus(self.data, source=source, target=target, default=self.columns, skip_bad=self.call.skip_bad_lines)
-
-    @cached_property
-    def columns(self) -> tuple[str, str]:
-        """Texts of pairs; sources have their prefix."""
-        source, target = choose_columns(str(self.light), self.model, self.tokenizer, *self.languages)
-        return (source if split_prefix(source)[1] else split_language(source)[0]), split_language(target)[0]
-
-    @cached_property
-    def scored(self) -> ScoredPart:
-        """The validation, tokenized."""
-        return ScoredPart(self.held_out, self.tokenize(self.held_out), self.tokenizer)
-
-    def tokenize(self, pairs: Dataset) -> Dataset:
-        """Ids of pairs, cut to the positions of the model."""
-        limits = {"max_source_length": self.longest, "max_target_length": self.longest}
-        return tokenize_pairs(pairs, self.tokenizer, **limits)
-
-    def tokenize_pool(self, pairs: Pairs) -> TokenizedPool:
-        """Ids of a pool; those of the last one are kept, which is the same again in a small corpus."""
-        if self.last_pool is None or self.last_pool[0] is not pairs:
-            most = MAX_TOKENS["cpu" if self.on_cpu else "accelerator"]
-            tokens = TokenizedPool(pairs, self.tokenizer, longest=(self.longest, self.longest), max_tokens=most)
-            self.last_pool = pairs, tokens
-        return self.last_pool[1]
-
-    def prepare(self, minutes: float, translations: bool | None, start: float) -> dict[str, Any]:
-        """Measure, choose the settings, and let the teacher translate if required."""
-        width = self.model.config.hidden_size
-        if not self.validation:
-            write_json(self.held_out.to_dict(), self.output / VALIDATION_FILE)
-        self.say("measuring the model, its teacher, and the time of a step")
-        _, each = time_translations(self.held_out["source"][:SAMPLE], self.distiller, self.tokenizer, 1)
-        taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / each))  # five of these validations fit into it
-        self.held_out = self.held_out.select(range(min(taken, len(self.held_out))))
-        before, evaluation_seconds = self.measure(self.model)
-        teacher, _ = self.measure(self.distiller)
-        distance = self.ratio
-        if self.data is not None:
-            kept = before["chrf"] / max(teacher["chrf"], 1)
-            distance = find_distance(distance, kept, own=self.compares_with_teacher)
-        fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
-        settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
-        count = self.ask_for_texts(60 * minutes, translations, distance)
-        pairs = self.training_text(count)
-        step_seconds, epoch_steps = self.time_steps(pairs, settings)
-        left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
-        dropout = 0.0 if self.data is None else getattr(self.own_config, "dropout", 0.0)
-        fixed = {"ratio": distance, "width": width, "dropout": dropout}
-        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, **fixed)
-        self.say(
-            f"before: {show_scores(before)}; the teacher: {show_scores(teacher)}"
-            + ", whose translations are the references" * self.compares_with_teacher,
-            f"{settings.steps:,} steps, {step_seconds:.2f} s each, learning rate {settings.learning_rate:.2g}, "
-            f"dropout {settings.dropout:g}; the best is kept by {labels([self.best_by])[self.best_by]}",
-        )
-        scores = {"before": before, "teacher": teacher}
-        chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
-        return chosen | {"scores": scores, "data": self.corpus.files}
-
-    def say(self, *lines: str) -> None:
-        """Print lines above the bars."""
-        for line in lines if self.call.progress else ():
-            tqdm.write(line)
-
-    def measure(self, model: PreTrainedModel) -> tuple[dict[str, float], float]:
-        """A model on the validation, and how long it took."""
-        trainer = self.trainer(model, None, RecoverySettings(0.0, 0.0, 0.0, 1, self.bf16, steps=1, eval_steps=1))
-        start = time.monotonic()
-        found = trainer.evaluate()
-        return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
-
-    def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
-        """Write the teacher's translations of random sources, as the time allows, and return their number.
-
-        With references they are made of a model that lost much, and of as many sources as it can learn from in the
-        time: of all, or of `ENOUGH`.
-        """
-        if wanted is False and self.one_language:
-            text = self.data or "text of the teacher's own"
-            raise OptionError("", f"{text} is of one language: remove ", "translations", ", which give the targets")
-        if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
-            return 0
-        translator = fastest_translator(self.distiller, self.tokenizer)
-        if translator is self.distiller and self.on_cpu:
-            self.say("the teacher translates by generate(): CTranslate2, if installed, needs a fifth of the time")
-        beams = 1 if self.data is None else BEAMS  # with random tokens more texts are better
-        first = self.corpus.sample(SAMPLE, self.call.seed, without=self.corpus.without)["source"][:]
-        _, took = time_translations(first, translator, self.tokenizer, beams)
-        affordable = max(len(first), int(FOR_TRANSLATIONS * seconds / took))
-        texts = self.corpus.sample(min(self.corpus.rows, affordable), self.call.seed, without=self.corpus.without)
-        if not (self.one_language or wanted) and affordable < min(self.corpus.rows, ENOUGH):
-            return 0
-        made = translate(
-            texts["source"][:], translator, self.tokenizer, num_beams=beams, split=False, progress=self.call.progress
-        )
-        references = {} if self.one_language else {"reference": texts["target"][:]}
-        write_json({"source": texts["source"][:], "target": made} | references, self.output / TRANSLATIONS_FILE)
-        return len(made)
-
-    def training_text(self, count: int) -> Corpus:
-        """All text, or that which the teacher translated, with references and translations."""
-        if not count:
-            return self.corpus
-        made = read_json(self.output / TRANSLATIONS_FILE)
-        references = made.get("reference", [])
-        sources, targets = made["source"][: len(references)] + made["source"], references + made["target"]
-        corpus = Corpus.of(Dataset.from_dict({"source": sources, "target": targets}), name=str(self.data))
-        corpus.sample(0, self.call.seed)
-        return corpus
-
-    def time_steps(self, pairs: Corpus, settings: RecoverySettings) -> tuple[float, int]:
-        """How long a step takes, and how many an epoch has."""
-        clock = Clock()
-        trial = replace(settings, steps=TRIAL_STEPS, eval_steps=TRIAL_STEPS + 1, warmup_steps=1)
-        trainer = self.trainer(copy.deepcopy(self.model), pairs, trial, teacher=self.distiller)
-        steps = trainer.train_dataset.count_steps()
-        self.say(*cut_texts(self.last_pool[1].lengths, self.longest))
-        trainer.add_callback(clock)
-        trainer.train()
-        return clock.seconds, steps
-
-    def trainer(
-        self,
-        model: PreTrainedModel,
-        pairs: Corpus | None,
-        settings: RecoverySettings,
-        *,
-        teacher: PreTrainedModel | None = None,
-        saves: bool = False,
-    ) -> RecoveryTrainer:
-        """A trainer with these settings; `saves`: it validates, logs, and writes checkpoints."""
-
-        def score_validation(prediction: EvalPrediction) -> dict[str, float]:
-            texts = self.scored.decode(prediction.predictions)
-            language = language_code(self.languages[1], self.tokenizer)
-            return score(texts, self.scored.references, self.measured, language=language)
-
-        arguments = training_arguments(
-            settings,
-            saves=saves,
-            best_by=self.best_by,
-            greater_is_better=METRICS[self.best_by].higher_is_better,
-            output_dir=str(self.output),
-            use_cpu=self.on_cpu,
-            seed=self.call.seed,
-            generation_max_length=min(int(1.5 * max(map(len, self.scored.tokens["labels"]))) + 2, self.longest),
-            report_to=list(self.call.report_to) if saves else "none",
-        )
-        batches = None
-        if pairs is not None:
-            batches = TokenBatches(pairs, self.tokenize_pool, settings.max_tokens, self.call.seed)
-        trainer = RecoveryTrainer(
-            model,
-            arguments,
-            train_dataset=batches,
-            eval_dataset=self.scored.tokens,
-            data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
-            processing_class=self.tokenizer,
-            compute_metrics=score_validation,
-            teacher=teacher,
-            distillation_alpha=settings.alpha,
-            hidden_weight=settings.hidden_weight if teacher is not None else 0.0,
-        )
-        trainer.remove_callback(PrinterCallback)
-        return trainer
-
-    def train(self, record: dict[str, Any]) -> Recovery:
-        """Train to the end, from the last checkpoint if there is one."""
-        settings = RecoverySettings(**record["settings"])
-        self.held_out = self.held_out.select(range(record["sentences"]))
-        if settings.dropout:
-            self.model = self.load_light(dropout=True)
-        pairs, parameters = self.training_text(record["translations"]), unique_parameters(self.model)
-        trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
-        pace = Pace(settings.seconds, settings.steps, settings.warmup_steps)
-        trainer.add_callback(pace)
-        checkpoint = find_last_checkpoint(self.output)
-        with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.call.progress) as bar:
-            trainer.add_callback(Progress(bar, labels(self.metrics)))
-            train(trainer, checkpoint)
-        copy_report(str(self.folder), self.output)
-        state = trainer.state
-        scored = {
-            entry["step"]: {name: entry[f"eval_{name}"] for name in self.measured}
-            for entry in state.log_history
-            if f"eval_{self.best_by}" in entry
-        }
-        scored[0] = record["scores"]["before"]  # few steps may do harm
-        sign = 1 if METRICS[self.best_by].higher_is_better else -1
-        best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
-        if best_step == 0:
-            self.say("no validation was better than at first: the model stays unchanged, more minutes help")
-        best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
-        for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
-            setattr(best.config, name, getattr(own, name))
-        best.to(own.dtype or torch.float32).save_pretrained(self.output)  # keeps its size on disk
-        return Recovery(
-            output=str(self.output),
-            parameters=parameters,
-            ratio=count_parameters(self.teacher) / parameters,  # the distiller has the kept tokens alone
-            **record["scores"],
-            after=scored[best_step],
-            best_by=self.best_by,
-            sentences=len(self.held_out),
-            with_teacher=self.compares_with_teacher,
-            steps=state.global_step,
-            best_step=best_step,
-            minutes=pace.elapsed / 60,
-            translations=record["translations"],
-            bad_lines=len(self.corpus.bad or ()),
-            settings=record["settings"],
-        )
-
-
-def show_scores(scores: dict[str, float]) -> str:
-    """Scores of a model on the validation text, greedy: `BLEU 12.3, chrF 45.6`."""
-    return ", ".join(f"{label} {scores[name]:.1f}" for name, label in labels(scores).items())
-
-
-@dataclass(frozen=True)
-class Recovery(Result):
-    """Result of a recovery.
-
-    Attributes:
-        output: the folder of the model.
-        parameters, ratio: unique parameters, and the ratio of the teacher's to them.
-        before, after, teacher: {metric: score} on the validation text: before the training, after it, and of the
-            teacher.
-        best_by: the metric by which the best checkpoint was chosen.
-        sentences: number of validation sentences.
-        with_teacher: whether the references are the teacher's translations, because there are no others.
-        steps, best_step: number of training steps, and the step of the best checkpoint; 0: the initial model was best.
-        minutes: duration of the training, without lost time after interruptions.
-        translations: number of sources that the teacher translated first.
-        settings: settings of the training.
-        bad_lines: damaged lines of the data that were read and skipped.
-    """
-
-    output: str
-    parameters: int
-    ratio: float
-    before: dict[str, float]
-    after: dict[str, float]
-    teacher: dict[str, float]
-    best_by: str
-    sentences: int
-    with_teacher: bool
-    steps: int
-    best_step: int
-    minutes: float
-    translations: int
-    settings: dict[str, Any]
-    bad_lines: int = 0
-
-    def parts(self) -> list[Table]:
-        """Return the table."""
-        return [self.table()]
-
-    def table(self) -> Table:
-        """Return scores before and after, sizes, and how it was trained."""
-        from rich.table import Table
-
-        table = Table(title="Recovery", show_header=False)
-        what = "the teacher as reference" if self.with_teacher else "validation"
-        table.add_row(f"{what}, before", show_scores(self.before))
-        table.add_row(f"{what}, after", show_scores(self.after))
-        table.add_row("the teacher's", f"{show_scores(self.teacher)}, greedy, {self.sentences} sentences")
-        table.add_row("the best was chosen by", labels([self.best_by])[self.best_by])
-        table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
-        best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
-        table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")
-        if self.translations:
-            table.add_row("the teacher's translations", f"{self.translations:,}")
-        if self.bad_lines:
-            table.add_row("damaged lines, skipped", f"{self.bad_lines:,}")
-        return table
 
 
 def claim(
@@ -752,32 +270,3 @@ def finish(output: Path, record: dict[str, Any], found: Recovery) -> Recovery:
     open_to_readers(output, RECORD_FILE)
     remove_checkpoints(output)
     return found
-
-
-def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:
-    """`network` in CTranslate2 and int8, a fifth of the time of `generate()`.
-
-    Itself on a GPU, without CTranslate2, and where the engine does not support the network or its generation settings.
-    """
-    if network.device.type != "cpu" or find_spec(ENGINE) is None:
-        return network
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint, exported = Path(folder, "checkpoint"), Path(folder, "exported")
-            network.save_pretrained(checkpoint)
-            tokenizer.save_pretrained(checkpoint)
-            export(checkpoint, exported, to=ENGINE, quantization=QUANTIZATION)
-            engine = load_engine(exported, threads=torch.get_num_threads())
-    except (ValueError, OSError):  # it cannot be expressed, or the disk is full: slower is no reason to end
-        return network
-    fits = engine.longest_input is None or (engine.search.max_new_tokens or 0) <= engine.longest_input
-    return engine if fits else network
-
-
-def time_translations(
-    sources: list[str], translator: PreTrainedModel | Engine, tokenizer: PreTrainedTokenizerBase, beams: int
-) -> tuple[list[str], float]:
-    """Translations, and the seconds that each took."""
-    start = time.monotonic()
-    texts = translate(sources, translator, tokenizer, num_beams=beams, split=False)
-    return texts, max(time.monotonic() - start, 1e-9) / len(texts)

@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture
 def few_random_texts(monkeypatch):
     """So many are drawn where there is no text."""
-    monkeypatch.setattr("lightformers_hf.workflows.recover.RANDOM_TEXTS", 200)
+    monkeypatch.setattr("lightformers_hf.workflows.run.RANDOM_TEXTS", 200)

@@ -111,7 +111,7 @@ def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_pat
     monkeypatch.setattr(runs.Progress, "on_step_end", interrupt)
     monkeypatch.setattr(runs, "MOST_EVALUATIONS", 3)
     monkeypatch.setattr(runs, "FOR_VALIDATION", 1000)
-    monkeypatch.setattr("lightformers_hf.workflows.recover.FOR_VALIDATION", 0.1)
+    monkeypatch.setattr("lightformers_hf.workflows.run.FOR_VALIDATION", 0.1)
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         recover(place / "light", output, **options(place, tiny_marian))
@@ -226,7 +226,7 @@ def test_variables_of_launchers_do_not_matter(place, tiny_marian, tmp_path, monk
 
 
 def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_marian, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightformers_hf.workflows.recover.fastest_translator", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("lightformers_hf.workflows.run.fastest_translator", lambda *_: pytest.fail("loaded"))
     found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, translations=False))
     assert found.translations == 0
 

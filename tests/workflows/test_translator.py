@@ -10,8 +10,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf import SubformerConfig, SubformerForConditionalGeneration
 from lightformers_hf.engines import Engine
 from lightformers_hf.evaluation.translate import translate
-from lightformers_hf.workflows import recover
-from lightformers_hf.workflows.recover import fastest_translator, time_translations
+from lightformers_hf.workflows import run
+from lightformers_hf.workflows.run import fastest_translator, time_translations
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_it_says_what_the_network_says(teacher, parallel_sentences, monkeypatch)
     sources = [pair["de"] for pair in parallel_sentences]
     expected = translate(sources, network, tokenizer, num_beams=1)
     with monkeypatch.context() as patched:
-        patched.setattr(recover, "QUANTIZATION", "float32")
+        patched.setattr(run, "QUANTIZATION", "float32")
         exact = fastest_translator(network, tokenizer)
     assert isinstance(exact, Engine)
     texts, seconds = time_translations(sources, exact, tokenizer, 1)
@@ -58,11 +58,11 @@ def ask_for_more_tokens_than_positions(network, tokenizer, monkeypatch):
 
 
 def fill_the_disk(network, tokenizer, monkeypatch):
-    monkeypatch.setattr(recover, "export", Mock(side_effect=OSError("No space left on device")))
+    monkeypatch.setattr(run, "export", Mock(side_effect=OSError("No space left on device")))
 
 
 def be_without_the_engine(network, tokenizer, monkeypatch):
-    monkeypatch.setattr(recover, "find_spec", lambda _: None)
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
 
 
 def be_on_an_accelerator(network, tokenizer, monkeypatch):

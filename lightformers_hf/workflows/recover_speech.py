@@ -1,0 +1,236 @@
+"""Recovery of a model for speech, whose pairs are the names of pieces of sound and their transcripts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSpeechSeq2Seq
+
+from ..conversion.calibration_speech import SILENT, hear
+from ..corpus import Corpus, Pairs
+from ..evaluation.quality import SPEECH, choose_metrics
+from ..evaluation.transcribe import load_processor, normalizer_of
+from ..files import read_json, write_json
+from ..options import OptionError
+from ..recovery import load_trainable
+from ..recovery.trainer import IGNORED
+from ..speech import (
+    RATE,
+    Piece,
+    add_times,
+    check_language,
+    cut_pieces,
+    find_sounds,
+    prompt_of,
+    save_extractor,
+    transcript_tokens,
+)
+from .run import FOR_TRANSLATIONS, TRANSLATIONS_FILE, Recovery, Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST_SECONDS = 7200  # of sound, which stays in memory
+PIECE = 400  # what a piece counts of the tokens of a batch
+TRIED = 4  # pieces whose transcription is timed
+
+
+class SoundRun(Run):
+    """Models and data of one recovery from sound.
+
+    Pieces of a batch are joined to windows as long as the encoder reads, because silence costs as much as speech.
+    """
+
+    auto_model = AutoModelForSpeechSeq2Seq
+    cpu_attention = None
+
+    @classmethod
+    def load_model(
+        cls, folder: Path, tokenizer: Any, languages: Any, attention: str | None, *, dropout: bool
+    ) -> PreTrainedModel:
+        return load_trainable(str(folder), attention, cls.auto_model, dropout=dropout)
+
+    @property
+    def one_language(self) -> bool:
+        """Whether the teacher makes the transcripts."""
+        return any(piece.text is None for piece in self.pieces.values())
+
+    @cached_property
+    def extractor(self) -> Any:
+        return load_processor(self.folder).feature_extractor
+
+    @cached_property
+    def pieces(self) -> dict[str, Piece]:
+        """{name: piece} of all sound that was read."""
+        return {}
+
+    @cached_property
+    def spoken(self) -> dict[str, str | None]:
+        """{name of a piece: its language, of a multilingual model}."""
+        return {}
+
+    def open_corpus(self) -> Corpus:
+        """Pieces of the sound, with the user's transcripts or those of the teacher."""
+        if self.data is None:
+            raise OptionError("data", " is missing: a model for speech recovers from sound, give a folder of it")
+        return Corpus.of(self.read_sound(self.data), name=self.data)
+
+    def read_validation(self) -> Dataset:
+        return self.read_sound(self.validation)
+
+    def read_sound(self, data: str) -> Dataset:
+        """Names of pieces, and transcripts. The teacher transcribes for a quarter of the time at most."""
+        language, column = self.languages
+        check_language(self.distiller.generation_config, language, str(self.teacher))
+        sounds = find_sounds(data, column=column)
+        random.Random(self.call.seed).shuffle(sounds)
+        file = self.output / TRANSLATIONS_FILE
+        known = {tuple(row[:2]): row[2:] for row in read_json(file)["sound"]} if self.resumes else {}
+        rows: dict[str, list[str]] = {"source": [], "target": []}
+        end, seconds = time.monotonic() + FOR_TRANSLATIONS * 60 * self.call.minutes, 0.0
+        positions = self.model.config.max_source_positions
+        for sound in sounds:
+            cut = cut_pieces([sound], seconds=self.extractor.chunk_length, positions=positions)
+            for number, piece in enumerate(cut):
+                name = f"{data}/{sound.name}#{number}"
+                if self.resumes and (data, name) not in known:
+                    continue
+                if not self.resumes:
+                    heard = hear(self.distiller, self.tokenizer, self.extractor, piece, language)
+                    text = self.tokenizer.decode(heard.text, skip_special_tokens=True).strip()
+                    known[data, name] = [text, heard.language]
+                text, self.spoken[name] = known[data, name]
+                self.pieces[name] = piece
+                rows["source"].append(name)
+                rows["target"].append(text)
+                seconds += len(piece.wave) / RATE
+            if not self.resumes and (time.monotonic() > end or seconds > MOST_SECONDS) and len(rows["source"]) > TRIED:
+                break
+        if not rows["source"]:
+            raise ValueError(f"{data} is silent: expected speech")
+        self.known = getattr(self, "known", {}) | known
+        return Dataset.from_dict(rows)
+
+    def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
+        """Write the transcripts, and return that no pairs are beside them."""
+        write_json({"sound": [[*key, *row] for key, row in self.known.items()]}, self.output / TRANSLATIONS_FILE)
+        return 0
+
+    def choose_metrics(self, sources: list[str], references: list[str]) -> list[str]:
+        return choose_metrics(self.call.metrics, sources, references, default=SPEECH)
+
+    def time_each(self) -> float:
+        """Seconds of the transcription of a piece."""
+        start, names = time.monotonic(), self.held_out["source"][:TRIED]
+        for name in names:
+            piece = replace(self.pieces[name], text=None)
+            hear(self.distiller, self.tokenizer, self.extractor, piece, self.spoken[name])
+        return (time.monotonic() - start) / len(names)
+
+    def tokenize_pool(self, pairs: Pairs) -> SoundPool:
+        self.last_pool = pairs, SoundPool(self, pairs)
+        return self.last_pool[1]
+
+    @cached_property
+    def scored(self) -> ScoredSound:
+        return ScoredSound(self, self.held_out[:])
+
+    def train(self, record: dict[str, Any]) -> Recovery:
+        recovery = super().train(record)
+        save_extractor(self.extractor, self.tokenizer, self.output)
+        return recovery
+
+    def collator(self, model: PreTrainedModel) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+        return self.collate
+
+    def window(self, names: list[str], texts: list[str], *, times: bool) -> dict[str, Any]:
+        """Pieces of one language behind each other: sound for `collate`, decoder inputs and labels."""
+        config = self.distiller.generation_config
+        prompt = prompt_of(config, self.spoken[names[0]], times=times)
+        tokens = [transcript_tokens(self.tokenizer, text, config) for text in texts]
+        parts = [(len(self.pieces[name].wave), text) for name, text in zip(names, tokens, strict=True)]
+        joined = [token for text in tokens for token in text[:-1]]
+        sequence = [*prompt, *(add_times(parts, config) if times else [*joined, config.eos_token_id])]
+        sequence = sequence[: self.longest + 1]
+        wave = np.concatenate([self.pieces[name].wave for name in names])
+        labels = [*[IGNORED] * (len(prompt) - 1), *sequence[len(prompt) :]]
+        return {"input_features": wave, "decoder_input_ids": sequence[:-1], "labels": labels}
+
+    def collate(self, windows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """A batch of windows."""
+        extractor, end = self.extractor, self.model.config.eos_token_id
+        waves = [window["input_features"] for window in windows]
+        features = extractor(waves, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+        positions = self.model.config.max_source_positions
+        step = round(RATE * extractor.chunk_length / positions)
+        places = torch.arange(positions)
+        mask = (places % SILENT == 0) | (places < torch.tensor([[-(-len(wave) // step)] for wave in waves]))
+        padded = {
+            name: pad_sequence([torch.tensor(one[name]) for one in windows], batch_first=True, padding_value=value)
+            for name, value in (("decoder_input_ids", end), ("labels", IGNORED))
+        }
+        return {"input_features": features, "attention_mask": mask.long(), **padded}
+
+
+class SoundPool:
+    """Pieces of sound and their transcripts, as a `TokenizedPool` has pairs of sentences."""
+
+    def __init__(self, run: SoundRun, pairs: Pairs):
+        self.run, self.pairs = run, pairs
+        size = len(pairs["source"])
+        self.lengths = {"source": [min(PIECE, run.longest)] * size, "target": [0] * size}
+
+    def __len__(self) -> int:
+        return len(self.pairs["source"])
+
+    def features(self, rows: list[int]) -> list[dict[str, Any]]:
+        """The windows of a batch, with and without times at random."""
+        run, draw = self.run, random.Random(repr(rows))
+        longest = RATE * run.extractor.chunk_length
+        joined: list[list[str]] = []
+        texts = dict(zip(self.pairs["source"], self.pairs["target"], strict=True))
+        for name in (self.pairs["source"][row] for row in rows):
+            wave = run.pieces[name].wave
+            fits = (
+                each
+                for each in joined
+                if run.spoken[each[0]] == run.spoken[name]
+                and sum(len(run.pieces[one].wave) for one in each) + len(wave) <= longest
+            )
+            if (found := next(fits, None)) is None:
+                joined.append([name])
+            else:
+                found.append(name)
+        return [run.window(names, [texts[name] for name in names], times=draw.random() < 0.5) for names in joined]
+
+
+class ScoredSound(torch.utils.data.Dataset):
+    """The validation, as a `ScoredPart` has sentences: a piece in a row, in their order."""
+
+    def __init__(self, run: SoundRun, pairs: Pairs):
+        self.run, self.pairs, self.tokens = run, pairs, self
+        self.normalize = normalizer_of(load_processor(run.folder), run.languages[0])
+        self.references = [self.normalize(text) for text in pairs["target"]]
+        self.longest = max(len(run.tokenizer(text)["input_ids"]) for text in pairs["target"])
+
+    def __len__(self) -> int:
+        return len(self.references)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.run.window([self.pairs["source"][row]], [self.pairs["target"][row]], times=False)
+
+    def decode(self, predictions: np.ndarray) -> list[str]:
+        """The normalized texts of generated tokens (rows, T), padded with negative ids."""
+        tokenizer = self.run.tokenizer
+        predictions = np.where(predictions < 0, tokenizer.pad_token_id, predictions)[: len(self.references)]
+        return [self.normalize(text) for text in tokenizer.batch_decode(predictions, skip_special_tokens=True)]
