@@ -33,7 +33,7 @@ from ..loading import position_limit
 from ..options import OptionError
 from ..text import tokenize_pairs
 from .options import CompressionOptions, StudyOptions
-from .sensitivity import Batch, cut_batches
+from .sensitivity import Batch, cut_batches, join_batches
 from .workers import AT_ONCE, Step, cast_weights, fast_products, map_in_threads
 
 if TYPE_CHECKING:  # self-generated text needs none of it
@@ -45,6 +45,7 @@ SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
 # Every tenth sentence is held out of the calibration, of so many at least.
 HELD_OUT, FEWEST_SENTENCES = 10, 100
+COMPARED = 100  # texts whose whole outputs are compared, at most
 # Tokens of a text, of models that take any number.
 LONGEST = 512
 # Default number of random sources for a large model, and the range of their lengths in tokens.
@@ -109,6 +110,25 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]
             if rows.any():
                 part.append({name: tensor[rows] for name, tensor in batch.items()})
     return kept, cut_batches(held)
+
+
+def greedy_outputs(
+    model: PreTrainedModel, teacher: Teacher, batches: Sequence[Batch], *, translated: bool
+) -> list[Batch]:
+    """Return batches of 100 texts at most, whose targets are the teacher's greedy outputs.
+
+    `translated`: their targets are these already.
+    """
+    rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+    step = -(-len(rows) // COMPARED)
+    picked = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for batch, row in rows[::step]]
+    parts = [join_batches(*picked[start : start + BATCH]) for start in range(0, len(picked), BATCH)]
+    if translated:
+        return parts
+    limit = (position_limit(model.config) or LONGEST) - 1
+    most = [min(2 * batch["labels"].shape[1], limit) for batch in parts]
+    inputs = ((batch["input_ids"], batch["attention_mask"]) for batch in parts)
+    return _with_targets("comparing outputs", model, teacher, inputs, most)
 
 
 def parallel_batches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset) -> list[Batch]:

@@ -28,7 +28,7 @@ from ..speech import save_extractor
 from ..text import fingerprint
 from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_speech import draw_pieces, sound_batches
-from .calibration_text import count_tokens, draw_pairs, hold_out, sample_text
+from .calibration_text import count_tokens, draw_pairs, greedy_outputs, hold_out, sample_text
 from .card import model_card
 from .forms import Form, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
@@ -70,6 +70,7 @@ class Measured:
     whole: PreTrainedModel | None = None  # with all layers, on its device; `None` without text
     calibration: Calibration | None = None  # the moments of the teacher's matrices, if errors are weighted
     compared: Sequence[Batch] = ()  # on which the result is compared with the teacher
+    outputs: Sequence[Batch] = ()  # the teacher's greedy outputs of some of them
     held_out: bool = False  # whether these batches were held out of the calibration
     sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
 
@@ -227,8 +228,11 @@ def measure(
             shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
     sentences = {fingerprint(sentence) for sentence in texts}
-    agreed = batches if held is None else held
-    return Measured(teacher, model, calibration, agreed, held is not None, sorted(sentences))
+    agreed, outputs = batches if held is None else held, []
+    if whole.feature_extractor is None:
+        translated = pairs is None or "target" not in pairs.column_names
+        outputs = greedy_outputs(model, whole, agreed, translated=translated)
+    return Measured(teacher, model, calibration, agreed, outputs, held is not None, sorted(sentences))
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
@@ -324,7 +328,7 @@ def fit(
     if refits:
         teacher = measured.teacher
         refit(student, measured.whole, teacher.layers, measured.calibration, coordinates)
-    agreement = compare(student, measured.whole, measured.compared)
+    agreement = compare(student, measured.whole, measured.compared, measured.outputs)
     complete(student.to("cpu"), {})
     return errors, replace(agreement, held_out=measured.held_out)
 

@@ -552,18 +552,40 @@ def _probabilities(
 
 
 @torch.no_grad()
-def compare(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Agreement:
-    """Compare the predictions of two models after every target prefix of some batches."""
-    equal, tokens, divergence = 0, 0, 0.0
+def compare(
+    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], outputs: Sequence[Batch] = ()
+) -> Agreement:
+    """Compare the predictions of two models after every target prefix of some batches.
+
+    `outputs` are batches whose targets are the teacher's greedy outputs. The model gives such an output exactly if it
+    predicts every one of its tokens. Tokens that the teacher does not predict are forced by its rules.
+    """
+    equal, tokens, divergence, exact = 0, 0, 0.0, 0
     with cast_weights(student), cast_weights(teacher), fast_products(teacher.device):
         for batch in batches:
-            states = [target_states(model, batch).split(LOGIT_ROWS) for model in (student, teacher)]
-            for found, expected in zip(*states, strict=True):
-                predicted, wanted = student.logits_of(found), teacher.logits_of(expected)
+            for predicted, wanted in _both_logits(student, teacher, batch):
                 equal += int((predicted.argmax(-1) == wanted.argmax(-1)).sum())
-                tokens += len(found)
+                tokens += len(wanted)
                 log_q, log_p = (logits.float().log_softmax(-1) for logits in (predicted, wanted))
                 # Where tokens are forbidden both are minus infinity.
                 terms = torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0)
                 divergence += terms.sum().item()
-    return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=divergence / tokens)
+        for batch in outputs:
+            pairs = [[each.argmax(-1) for each in both] for both in _both_logits(student, teacher, batch)]
+            predicted, wanted = (torch.cat(side).cpu() for side in zip(*pairs, strict=True))
+            mask = token_mask(batch, "target")
+            differs = (predicted != wanted) & (wanted == batch["labels"][mask])
+            exact += len(mask) - len(mask.nonzero()[differs, 0].unique())
+    texts = sum(len(batch["labels"]) for batch in outputs)
+    share = exact / texts if texts else None
+    nats = divergence / tokens
+    return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=nats, exact=share, texts=texts)
+
+
+def _both_logits(
+    student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the logits of both models at the target tokens of a batch, some rows at a time."""
+    states = [target_states(model, batch).split(LOGIT_ROWS) for model in (student, teacher)]
+    for found, expected in zip(*states, strict=True):
+        yield student.logits_of(found), teacher.logits_of(expected)

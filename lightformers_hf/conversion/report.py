@@ -76,17 +76,30 @@ class MatrixReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Share of target tokens at which model and teacher predict the same token, each after the tokens of the text."""
+    """How often model and teacher predict the same token, each after the tokens of the text, and the same output.
 
-    share: float  # share of the result, from 0 to 1
-    tokens: int  # the number of target tokens
-    held_out: bool  # whether the text was held out of the calibration; short texts are not
-    divergence: float | None = None  # KL divergence from the teacher's predictions, nats a token; not in older reports
+    Attributes:
+        share: share of equal tokens, from 0 to 1.
+        tokens: the number of target tokens.
+        held_out: whether the text was held out of the calibration; short texts are not.
+        divergence: KL divergence from the teacher's predictions, nats a token; not in older reports.
+        exact: share of the texts with equal outputs, token by token, with greedy decoding; `None` for sound, and in
+            older reports.
+        texts: the number of these texts, 100 at most.
+    """
+
+    share: float
+    tokens: int
+    held_out: bool
+    divergence: float | None = None
+    exact: float | None = None
+    texts: int = 0
 
     def __str__(self) -> str:
         text = "held-out tokens" if self.held_out else "tokens of the calibration text"
         nats = "" if self.divergence is None else f", at a KL divergence of {self.divergence:.2g} nats"
-        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}{nats}"
+        whole = "" if self.exact is None else f", and gives {self.exact:.0%} of {self.texts} whole outputs exactly"
+        return f"agrees with its teacher on {self.share:.1%} of {self.tokens:,} {text}{whole}{nats}"
 
 
 @dataclass(frozen=True)

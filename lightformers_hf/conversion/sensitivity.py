@@ -379,7 +379,7 @@ def cut_batches(batches: Sequence[Batch], tokens: int = TOKENS) -> list[Batch]:
         for parts in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
             some = [*cut[-1:], dict(zip(batch, parts, strict=True))]
             if len(some) == 2 and _width(*some) * sum(len(each["labels"]) for each in some) <= tokens:
-                cut[-1] = _join(*some)
+                cut[-1] = join_batches(*some)
             else:
                 cut.append(some[-1])
     return cut
@@ -391,7 +391,7 @@ def _width(*batches: Batch) -> int:
     return sum(max(batch[side].shape[1] for batch in batches) for side in (source, "labels"))
 
 
-def _join(*batches: Batch) -> Batch:
+def join_batches(*batches: Batch) -> Batch:
     """Batches as one, padded at their ends."""
     joined = {}
     for name in batches[0]:

@@ -15,7 +15,7 @@ from lightformers_hf import convert
 from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import allocation
 from lightformers_hf.conversion import sensitivity as calibration
-from lightformers_hf.conversion.calibration_text import hold_out
+from lightformers_hf.conversion.calibration_text import greedy_outputs, hold_out
 from lightformers_hf.conversion.card import model_card
 from lightformers_hf.conversion.refit import compare
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
@@ -159,9 +159,31 @@ def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
     assert 0.05 < share < 0.95
 
 
+def test_equal_outputs_are_those_of_generate(sure_teacher, tmp_path):
+    """In the report of a conversion, too, whose text is held out."""
+    folder, data, batch = sure_teacher
+    options = {"source_lang": "source", "target_lang": "target", "calibration": str(data)}
+    report = convert(folder, tmp_path / "light", ratio=3, progress=False, **options)
+    assert report.agreement.texts == 18
+    teacher, light = read(folder), read(tmp_path / "light").model
+    mask = batch["input_ids"] != PAD
+    outputs = greedy_outputs(teacher.model, teacher, [batch | {"attention_mask": mask.long()}], translated=False)
+    found = compare(light, teacher.model, outputs, outputs)
+    made = [
+        [model.generate(**{name: part[name] for name in ("input_ids", "attention_mask")}, max_new_tokens=20).tolist()
+         for part in outputs]
+        for model in (light, teacher.model)
+    ]  # fmt: skip
+    strip = [[[token for token in row if token != PAD] for rows in side for row in rows] for side in made]
+    equal = sum(a == b for a, b in zip(*strip, strict=True))
+    assert found.texts == len(strip[0]) == 90  # every second one of 180
+    assert 0 < equal < found.texts
+    assert found.exact == pytest.approx(equal / found.texts, abs=1.5 / found.texts)
+
+
 def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
     def summary(share: float, **changed) -> str:
-        agreement = Agreement(share=share, tokens=1234, held_out=True)
+        agreement = Agreement(share=share, tokens=1234, held_out=True, exact=0.625, texts=100)
         report = report_of(matrix(form="low-rank", size=1, setting="rank 1"), agreement=agreement, **changed)
         write_report(report, tmp_path)
         assert read_report(tmp_path / "compression.json") == report
@@ -169,7 +191,10 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
         return " ".join(str(report).split())
 
     sure = summary(0.941, calibration="train.jsonl")
-    assert "Agrees with its teacher on 94.1% of 1,234 held-out tokens." in sure
+    assert (
+        "Agrees with its teacher on 94.1% of 1,234 held-out tokens, and gives 62% of 100 whole outputs exactly."
+        in sure
+    )
     assert "lightformers recover" not in sure
     lost = summary(0.79, calibration="train.jsonl")
     assert "Below 80%" in lost
