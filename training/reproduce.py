@@ -3,12 +3,13 @@ r"""Repeat the experiments that the documentation quotes, and write the pages of
 
     python training/reproduce.py --list                                    # experiments, their inputs and times
     python training/reproduce.py converted recovered --work runs/results   # some of them; --all for all
+    python training/reproduce.py converted --dry-run                       # its commands, and which are complete
     python training/reproduce.py --pages                                   # `make results`: pages from the figures
 
 Every experiment is a list of commands. They run in the folder `--work`, and what each has printed is kept there: a
-second call runs what is missing, and repeats what an earlier commit made. The figures of an experiment go to
-`docs/results/data/NAME.json` with their units, the commands, seeds, machine, versions and commit. The pages in
-`docs/results/` are made from these files and from the templates in `docs/results/templates/`.
+second call runs what is missing, and repeats what an earlier commit or another machine made. The figures of a complete
+experiment go to `docs/results/data/NAME.json` with their units, the commands, seeds, machine, versions and commit. The
+pages in `docs/results/` are made from these files and from the templates in `docs/results/templates/`.
 
 Inputs are data sets and checkpoints. They are read from `WORK/inputs/NAME`; a data set that may be downloaded is
 downloaded to it. Every file is compared with its checksum, so that all who repeat an experiment read the same rows.
@@ -167,7 +168,7 @@ class Lab:
         record = self.work / f"{name}.json"
         if record.is_file():
             kept = json.loads(record.read_text(encoding="utf-8"))
-            if (kept["command"], kept["commit"]) == (self.commands[-1], self.commit):
+            if kept.items() >= self.describe().items():
                 return kept["result"]
         record.parent.mkdir(parents=True, exist_ok=True)
         found = self.work / f"{name}.found.json"
@@ -175,8 +176,18 @@ class Lab:
         result = json.loads(found.read_text(encoding="utf-8"))
         result = ({"rows": result} if isinstance(result, list) else result) | times
         found.unlink()
-        write_json({"command": self.commands[-1], "commit": self.commit, "result": result}, record)
+        write_json(self.describe() | {"result": result}, record)
         return result
+
+    def describe(self) -> dict[str, object]:
+        """Return what a result of the last command belongs to: that command, the commit and the machine."""
+        return {"command": self.commands[-1], "commit": self.commit, "machine": describe_machine()}
+
+    def is_complete(self, command: str) -> bool:
+        """Whether the folder of all runs has the result of a command, for this commit and machine."""
+        kept = (json.loads(path.read_text(encoding="utf-8")) for path in self.work.rglob("*.json"))
+        wanted = Lab(self.work, self.commit, [command]).describe()
+        return any(isinstance(each, dict) and each.items() >= wanted.items() for each in kept)
 
     def call(self, line: list[str], folder: Path | None = None) -> dict[str, float]:
         """Run the last of the commands, in `folder` or in that of all runs; return its `seconds` and `cpu_seconds`."""
@@ -417,6 +428,14 @@ EXPERIMENTS = {
 }
 
 
+def list_commands(name: str, work: Path) -> None:
+    """Print the commands of an experiment as they were recorded, and whether each would run."""
+    record, lab = read_record(name), Lab(work, find_commit())
+    print(f"# {name}: {EXPERIMENTS[name].minutes} minutes of one core in all; inputs: {EXPERIMENTS[name].inputs}")
+    for command in (each.replace(record["commit"], lab.commit) for each in record["commands"]):
+        print(("complete " if lab.is_complete(command) else "to run   ") + command)
+
+
 def prepare(name: str, work: Path) -> None:
     """Check the files of an input, downloading them where that is allowed.
 
@@ -564,6 +583,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments: " + ", ".join(EXPERIMENTS))
     parser.add_argument("--all", action="store_true", help="run every experiment")
     parser.add_argument("--list", action="store_true", help="print experiments, inputs and minutes of one core")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and which have results, run none")
     parser.add_argument("--pages", action="store_true", help="write the pages from the figures")
     parser.add_argument("--work", type=Path, default=Path("results-work"), help="folder of inputs and runs")
     args = parser.parse_args()
@@ -578,7 +598,7 @@ def main() -> None:
             table.add_row(name, str(experiment.minutes), ", ".join(experiment.inputs), experiment.question)
         Console().print(table)
     for name in names:
-        reproduce(name, args.work.resolve())
+        (list_commands if args.dry_run else reproduce)(name, args.work.resolve())
     if args.pages:
         for path, text in render_pages().items():
             path.write_text(text, encoding="utf-8")

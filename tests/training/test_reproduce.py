@@ -36,7 +36,7 @@ def test_a_page_quotes_figures_of_one_commit(results):
         reproduce.render_pages()
 
 
-def test_a_command_runs_once_at_each_commit(tmp_path, monkeypatch):
+def test_a_command_runs_once_at_each_commit_and_machine(tmp_path, monkeypatch, capsys):
     calls = []
 
     def run(line, **options):
@@ -50,11 +50,19 @@ def test_a_command_runs_once_at_each_commit(tmp_path, monkeypatch):
         ("a", ["plan", 1], 1),
         ("a", ["plan", 2], 2),
         ("b", ["plan", 2], 3),
+        ("b", ["plan", 2], 4),
     ]:
+        if runs == 4:
+            monkeypatch.setattr(reproduce, "describe_machine", lambda: {"processor": "another"})
         lab = reproduce.Lab(tmp_path, commit)
         assert lab.run("made", *words)["value"] == 1
         assert lab.commands == [f"lightformers plan {words[1]}"]
         assert len(calls) == runs
+    monkeypatch.setattr(reproduce, "find_commit", lambda: "b")
+    commands = ["lightformers plan 2", "lightformers plan 3"]
+    monkeypatch.setattr(reproduce, "read_record", lambda _: {"commit": "before", "commands": commands})
+    reproduce.list_commands("converted", tmp_path)
+    assert capsys.readouterr().out.splitlines()[1:] == [f"complete {commands[0]}", f"to run   {commands[1]}"]
 
 
 @pytest.mark.usefixtures("warm_python")
