@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,17 +57,13 @@ def check_device(name: str | torch.device) -> torch.device:
 @contextmanager
 def usual_settings() -> Iterator[None]:
     """Record gradients and make tensors in float32 on the CPU within a block, whatever settings the caller has."""
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, is_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
     torch.set_default_dtype(torch.float32)
-    if device.type != "cpu":  # setting the CPU makes PyTorch slower
-        torch.set_default_device(None)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
+    try:  # a context of the CPU makes PyTorch slower; unlike set_default_device, it ends also a `with torch.device`
+        with nullcontext() if is_cpu else torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(dtype)
-        if device.type != "cpu":
-            torch.set_default_device(device)
 
 
 _THREADS = threading.Lock()

@@ -4,8 +4,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -172,31 +170,27 @@ def test_text_may_be_a_path_and_no_bar_is_shown(workplace, loaded, capfd):
             call()
 
 
-SETTINGS = """
-import sys
-import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-import lightformers_hf as lf
-
-model, tokenizer = (one.from_pretrained(sys.argv[1]) for one in (AutoModelForSeq2SeqLM, AutoTokenizer))
-options = {"ratio": 2, "calibration": "train.jsonl", "calibration_samples": 10, "progress": False}
-expected = lf.convert(model, tokenizer=tokenizer, **options)
-torch.set_default_dtype(torch.float64)
-torch.set_default_device("meta")
-with torch.inference_mode():
-    found = lf.convert(model, tokenizer=tokenizer, **options)
-assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
-torch.set_default_device(None)
-torch.set_default_dtype(torch.float32)
-for name, tensor in found.state_dict().items():
-    torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=0, atol=0)
-found(**tokenizer(["Ein Hund."], text_target=["A dog."], return_tensors="pt")).loss.backward()
-"""
-
-
-def test_settings_of_the_caller_change_nothing(workplace, tiny_marian):
-    """In a process of its own: a default device is a setting of the whole process."""
-    subprocess.run([sys.executable, "-c", SETTINGS, str(tiny_marian)], cwd=workplace, check=True)
+def test_settings_of_the_caller_change_nothing(workplace, loaded):
+    model, tokenizer = loaded
+    options = {"ratio": 2, "calibration": "train.jsonl", "calibration_samples": 10, "progress": False}
+    expected = lf.convert(model, tokenizer=tokenizer, **options)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            inside = lf.convert(model, tokenizer=tokenizer, **options)
+            settings = [(torch.get_default_dtype(), torch.get_default_device().type)]
+        torch.set_default_device("meta")
+        outside = lf.convert(model, tokenizer=tokenizer, **options)
+        settings.append((torch.get_default_dtype(), torch.get_default_device().type))
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert settings == [(torch.float64, "meta")] * 2
+    assert torch.get_default_device().type == "cpu"
+    for found in (inside, outside):
+        for name, tensor in found.state_dict().items():
+            torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=0, atol=0)
+        found(**tokenizer(["Ein Hund."], text_target=["A dog."], return_tensors="pt")).loss.backward()
 
 
 def test_threads_load_one_after_another(tiny_marian):

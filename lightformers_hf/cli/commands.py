@@ -293,8 +293,8 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 def evaluate(model: str, **options: Any) -> Answer:
     """Measure a checkpoint, beside its teacher if there is one: quality, parameters, bytes, speed, memory.
 
-    Quality is BLEU and chrF; for outputs of one word exact match and character error rate come first, for summaries
-    it is ROUGE. --metric chooses.
+    Quality is BLEU and chrF; for outputs of one word exact match, character error rate and chrF; for summaries ROUGE.
+    --metric chooses.
 
     Without --source-lang and --target-lang, the languages that the tokenizer names are read from the data's column
     'translation'.

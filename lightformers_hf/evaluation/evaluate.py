@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,14 +203,19 @@ def evaluate(
         exported = read_json(Path(light, EXPORT_FILE))
         if speed and exported:
             logger.warning(f"{names['model']} is an export: lightformers benchmark engines measures its speed")
+        read = partial(load_parallel, data, split=split, max_samples=max_samples)
+        if not exported:  # wrong data is refused before weights are read
+            source, target = find_columns(light, source_lang, target_lang, label=names["model"])
+            pairs = read(source=source, target=target)
         load = load_exported if exported else load_pair
         loaded = load(light, dense, device=device, source=source_lang, target=target_lang)
         own = loaded["model"][0].search if exported else loaded["model"][0].generation_config
         # The teacher searches with the model's number of beams, whatever its checkpoint contains.
         generation = {name: value for name, value in generation.items() if value is not None}
         generation = {"num_beams": own.num_beams or 1} | generation
-        source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
-        pairs = load_parallel(data, source=source, target=target, split=split, max_samples=max_samples)
+        if exported:  # the engine has the prefix
+            source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
+            pairs = read(source=source, target=target)
         sources, references = list(pairs["source"]), list(pairs["target"])
         metrics = choose_metrics(metrics, sources, references)
         warn_of_overlap(light, data, sources)
@@ -332,11 +338,13 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
         )
 
 
-def find_columns(name: str, source: str | None, target: str | None) -> tuple[str, str]:
-    """As `choose_columns`, of a checkpoint whose weights are not read."""
+def find_columns(
+    name: str, source: str | None, target: str | None, *, label: str | None = None
+) -> tuple[str, str]:
+    """As `choose_columns`, of a checkpoint whose weights are not read; messages name `label`, by default `name`."""
     folder = resolve_source(name)
     config, tokenizer = (load_pretrained(auto, folder) for auto in (AutoConfig, AutoTokenizer))
-    return choose_columns(name, config, tokenizer, source, target)
+    return choose_columns(label or name, config, tokenizer, source, target)
 
 
 def choose_columns(

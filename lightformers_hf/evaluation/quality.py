@@ -218,7 +218,7 @@ METRICS = {
     "wer": Metric("WER", _word_error_rate, (SPEECH,), higher_is_better=False),
     "exact-match": Metric("exact match", _exact_match, (WORDS,)),
     "cer": Metric("CER", _character_error_rate, (WORDS, SPEECH), higher_is_better=False),
-    "bleu": Metric("BLEU", _bleu, (SENTENCES, WORDS)),
+    "bleu": Metric("BLEU", _bleu, (SENTENCES,)),
     "multi-bleu": Metric("multi-bleu", _multi_bleu),
     "multi-bleu-compounds": Metric("multi-bleu, compounds split", partial(_multi_bleu, compounds=True)),
     "chrf": Metric("chrF", _chrf, (SENTENCES, WORDS)),

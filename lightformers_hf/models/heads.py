@@ -137,6 +137,13 @@ class LanguageModelHead:
 
     generate_batch = continuous_batching_context_manager = init_continuous_batching
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Extend the base class: `max_new_tokens` replaces the `max_length` of the generation configuration, without a
+        warning."""
+        if kwargs.get("max_new_tokens") is not None and kwargs.get("generation_config") is None:
+            kwargs.setdefault("max_length", None)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+
     def scale(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states of the decoder → input of the output layer: (…, d) → (…, d)."""
         return states if self.output_scale is None else states * self.output_scale

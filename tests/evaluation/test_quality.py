@@ -39,7 +39,7 @@ SUMMARY = "The well-known dogs were running. They barked at 3 cats! Nobody came.
 OTHER = "Known dogs ran.\nThey barked at the cats.\nNobody has come to see them."
 # Of each kind of data: sources, references, the defaults, and what checkpoints are chosen by.
 DATA = {
-    "words": (["cat", "ice cream"], ["kˈæt", "ˌIskɹˈim"], ["exact-match", "cer", "bleu", "chrf"], "cer"),
+    "words": (["cat", "ice cream"], ["kˈæt", "ˌIskɹˈim"], ["exact-match", "cer", "chrf"], "cer"),
     "sentences": (REFERENCES, PREDICTIONS, ["bleu", "chrf"], "chrf"),
     "chinese": (["Two dogs play in the snow."], ["两只狗在雪地里玩耍。"], ["bleu", "chrf"], "chrf"),
     "from chinese": (["两只狗在雪地里玩耍。"], ["Two dogs play."], ["bleu", "chrf"], "chrf"),

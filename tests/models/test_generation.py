@@ -1,5 +1,7 @@
 """Caches, shared layers, padding: what is generated does not depend on how it is computed."""
 
+import logging
+
 import pytest
 import torch
 from models.cases import (
@@ -280,3 +282,15 @@ def test_a_decoders_prompt_may_be_padded_on_the_left(implementation):
     length = len(alone.logits) - 2
     assert length > 4
     torch.testing.assert_close(torch.stack(padded.logits[:length]), torch.stack(alone.logits[:length]))
+
+
+@pytest.mark.parametrize("head", ["ConditionalGeneration", "CausalLM"])
+def test_a_call_names_the_length_without_a_warning(head, caplog, monkeypatch):
+    """Trained checkpoints have a `max_length`, which `max_new_tokens` replaces."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model, ids = make_model(head, "lightformer"), torch.tensor(sentences((4,)))
+    model.generation_config.max_length, model.generation_config.eos_token_id = 12, None
+    first = 1 if head == "ConditionalGeneration" else 4
+    lengths = [model.generate(ids, **given).shape[1] for given in ({}, {"max_length": 9}, {"max_new_tokens": 5})]
+    assert lengths == [12, 9, first + 5]
+    assert "max_new_tokens" not in caplog.text
