@@ -565,6 +565,19 @@ def take_forced_start(generation: GenerationConfig, name: str | os.PathLike) -> 
     generation.forced_bos_token_id = first
 
 
+def generate_tokens(model: PreTrainedModel, **arguments: Any) -> torch.Tensor:
+    """`model.generate(**arguments)`. Raises `ValueError` where a damaged configuration makes it fail."""
+    try:
+        return model.generate(**arguments)
+    except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            "the model cannot generate, its config.json or generation_config.json has a field of a wrong type or "
+            f"value: {type(error).__name__}: {error}"
+        ) from error
+
+
 def load_model(
     name: str | os.PathLike,
     *,

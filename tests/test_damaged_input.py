@@ -70,6 +70,8 @@ def test_a_conversion_without_a_tokenizer_says_so(run, lightformers):
         (("light/trainer_state.json", {"global_step": [1]}), "push light you/light --dry-run", "number of steps in"),
         (("dense/config.json", {"dtype": "int8"}), "convert dense out --rank 2 --method paper", "dtype in"),
         (("dense/config.json", {"dtype": "bool"}), "plan dense --rank 2", "dtype in"),
+        (("light/config.json", {"forced_eos_token_id": 600}), "export light out --to ctranslate2",
+         "index 600 is out of bounds"),
         (("dense/tokenizer_config.json", {"source_lang": ["de"]}), "evaluate dense --data test.jsonl --no-speed",
          "names ['de'] as a language"),
         (("dense/config.json", {}), "evaluate dense --no-speed --data ''", "the data has no name"),

@@ -29,7 +29,7 @@ from transformers import (
 from ..checkpoints.teacher import Teacher
 from ..corpus import Corpus
 from ..languages import add_prefix, find_prefixes
-from ..loading import position_limit
+from ..loading import generate_tokens, position_limit
 from ..options import OptionError
 from ..text import tokenize_pairs
 from .options import CompressionOptions, StudyOptions
@@ -287,7 +287,7 @@ def _with_targets(
         greedy = GenerationConfig(**rules, num_beams=1, max_new_tokens=longest, max_length=None)
         settings = {"attention_mask": mask.to(model.device), "generation_config": greedy}
         with fast_products(model.device), torch.inference_mode():
-            targets = model.generate(inputs.to(model.device), **settings)
+            targets = generate_tokens(model, inputs=inputs.to(model.device), **settings)
         targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
         labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}

@@ -41,7 +41,7 @@ from ..languages import (
     set_language_codes,
     split_prefix,
 )
-from ..loading import DAMAGED, is_out_of_memory, load_network, load_pretrained, position_limit
+from ..loading import generate_tokens, load_network, load_pretrained, position_limit
 from ..models import pipelines
 from ..models.pipelines import SplitText, is_translator
 from ..options import OptionError
@@ -229,7 +229,7 @@ class TransformersModel:
         if not search.ends:
             options |= {"eos_token_id": None, "forced_eos_token_id": None}
         with use_threads(self.threads):
-            rows = self.network.generate(**self._pad(batch), **options)[:, 1:].tolist()
+            rows = generate_tokens(self.network, **self._pad(batch), **options)[:, 1:].tolist()
         lengths = [next((i for i, token in enumerate(row, 1) if token in search.ends), len(row)) for row in rows]
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -497,12 +497,4 @@ def _generate(
         generation = {"max_length": None} | generation
     pad = next((one for one in (tokenizer.pad_token_id, model.generation_config.pad_token_id) if one is not None), 0)
     padded = pad_right(batch, pad, model.device)
-    try:
-        return model.generate(**padded, **ONE_OUTPUT | generation)
-    except DAMAGED as error:
-        if is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"the model cannot generate, its config.json or generation_config.json has a field of a wrong type or "
-            f"value: {type(error).__name__}: {error}"
-        ) from error
+    return generate_tokens(model, **padded, **ONE_OUTPUT | generation)

@@ -338,9 +338,7 @@ def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
         )
 
 
-def find_columns(
-    name: str, source: str | None, target: str | None, *, label: str | None = None
-) -> tuple[str, str]:
+def find_columns(name: str, source: str | None, target: str | None, *, label: str | None = None) -> tuple[str, str]:
     """As `choose_columns`, of a checkpoint whose weights are not read; messages name `label`, by default `name`."""
     folder = resolve_source(name)
     config, tokenizer = (load_pretrained(auto, folder) for auto in (AutoConfig, AutoTokenizer))

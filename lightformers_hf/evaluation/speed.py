@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from ..decoding import output_limit, search_options, suggest_limit
 from ..engines.engine import ONE_OUTPUT, longest_input
-from ..loading import position_limit
+from ..loading import generate_tokens, position_limit
 from ..processors import use_threads
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _time_translation(model: PreTrainedModel, inputs: list[Mapping], generation:
         positions = position_limit(model.config)
         limits = [{"max_new_tokens": suggest_limit(batch["input_ids"].shape[1], positions)} for batch in inputs]
     outputs = [
-        model.generate(**{name: batch[name] for name in names}, **(options | limit))
+        generate_tokens(model, **{name: batch[name] for name in names}, **(options | limit))
         for batch, limit in zip(inputs, limits, strict=True)
     ]
     seconds = time.perf_counter() - start
