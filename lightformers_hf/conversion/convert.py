@@ -204,11 +204,12 @@ def measure(
     pairs: Any = (draw_pieces if reads_sound(whole.config) else draw_pairs)(whole, options, study)
     if shows_progress() and device.type == "cpu":
         if whole.feature_extractor is not None:
-            given, tokens = False, len(pairs) * whole.config.max_source_positions
+            given, tokens = False, float(len(pairs) * whole.config.max_source_positions)
+            written = float(len(pairs) * whole.config.max_position_embeddings)
         else:
             given = pairs is not None and "target" in pairs.column_names
-            tokens = count_tokens(whole, options, pairs)
-        tqdm.write(forecast(whole.model, tokens, given=given), file=sys.stderr)
+            tokens = written = count_tokens(whole, options, pairs)
+        tqdm.write(forecast(whole.model, tokens, written, given=given), file=sys.stderr)
     model = on_device(whole.model, device)
     if whole.feature_extractor is not None:
         texts = [piece.text for piece in pairs if piece.text]
@@ -235,16 +236,22 @@ def measure(
     return Measured(teacher, model, calibration, agreed, outputs, held is not None, sorted(sentences))
 
 
-def forecast(teacher: PreTrainedModel, tokens: float, *, given: bool) -> str:
-    """Estimate the range of the time and the largest memory of the default conversion of a model."""
-    layers = logits = cubes = 0.0
+def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:
+    """Estimate the range of the time and the largest memory of the default conversion of a model.
+
+    Args:
+        tokens, written: positions of the encoder and of the decoder.
+        given: whether the text has its translations.
+    """
+    layers = logits = cubes = products = 0.0
     for name, kind in find_matrices(teacher):
         m, n = product_of(teacher.get_submodule(name)).shape
         if kind == "embedding":
             logits = max(logits, m * n)
         else:
             layers, cubes = layers + m * n, cubes + max(m, n) ** 3
-    work = (LAYERS * layers + LOGITS * logits) * tokens * (GIVEN if given else 1) + ALGEBRA * cubes
+            products += m * n * (written if "decoder." in name else tokens)
+    work = (LAYERS * products + LOGITS * logits * written) * (GIVEN if given else 1) + ALGEBRA * cubes
     work *= (1 if has_fast_bf16() else SLOWER) / min(count_workers(), AT_ONCE) ** SHARED
     seconds, memory, free = LOADING + work / 1e9, LIBRARIES + COPIES * 4 * (layers + logits), free_memory()
     ends = (seconds * SHORTEST, seconds * LONGEST)

@@ -142,7 +142,7 @@ class LanguageModelHead:
         warning."""
         if kwargs.get("max_new_tokens") is not None and kwargs.get("generation_config") is None:
             kwargs.setdefault("max_length", None)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+        return super().generate(*args, **kwargs)
 
     def scale(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states of the decoder → input of the output layer: (…, d) → (…, d)."""

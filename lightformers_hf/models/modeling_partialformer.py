@@ -341,9 +341,11 @@ class PartialFormerStack(PartialFormerPreTrainedModel):
         """Embeddings with positions (B, T, d) → states (B, T, d)."""
         length = hidden_states.shape[1]
         if attention_mask is None and self.side == "decoder" and length > 1:  # SDPA of other models needs none
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            seen = hidden_states.new_ones(length, length + past, dtype=torch.bool)
-            attention_mask = seen.tril(past)[None, None]
+            past, places = 0, length
+            if past_key_values is not None:  # a static cache has more places than past tokens
+                past, places = past_key_values.get_seq_length(), past_key_values.get_mask_sizes(length, 0)[0]
+            own, others = (torch.arange(count, device=hidden_states.device) for count in (length, places))
+            attention_mask = (others <= own[:, None] + past)[None, None]
         if self.global_attention is not None:
             slot = len(self.layers.stored_at)
             attention_mask = self.global_attention(hidden_states, attention_mask, past_key_values, slot)

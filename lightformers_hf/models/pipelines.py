@@ -126,6 +126,8 @@ def _split(text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, language:
     for line in re.split(r"([\r\n]+)", text) if language else [text]:
         code, line = split_code(line, tokenizer)
         prefix = code or prefix
+        if not code:
+            _warn_about_code(line, tokenizer)
         sentences = segment(language, line) if segment and language and line.strip() else [line]
         found = [sentence for sentence in sentences if sentence] or [""] * (not language)
         pieces += found
@@ -166,6 +168,17 @@ def split_code(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]
     if not found or tokenizer.convert_tokens_to_ids(found[1]) in (None, tokenizer.unk_token_id):
         return "", text
     return f"{found[1]} ", text[found.end() :]
+
+
+def _warn_about_code(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log a warning if a text begins with a code that a tokenizer with other codes of target languages lacks."""
+    if found := re.match(CODE, text):
+        known = sorted(token for token in tokenizer.get_vocab() if re.fullmatch(CODE, token))
+        if near := difflib.get_close_matches(found[1], known) or known[:5]:
+            logger.warning_once(
+                f"{found[1]} is no target language of {tokenizer.name_or_path or 'the tokenizer'}, so it is "
+                f"translated as text; there is {', '.join(near)}"
+            )
 
 
 def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

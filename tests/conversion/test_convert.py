@@ -466,8 +466,8 @@ def test_time_and_memory_are_printed_before_the_work(tiny_marian, monkeypatch, f
     shapes = [tensor.shape for name, tensor in model.named_parameters() if name.endswith(names)]
     tokens = 30e9 / (table + sum(m * n for m, n in shapes))  # 10 s of one core, and 8 s to load
     with use_threads(1):
-        line = module.forecast(model, tokens, given=False)
-        given = module.forecast(model, tokens * 20, given=True)
+        line = module.forecast(model, tokens, tokens, given=False)
+        given = module.forecast(model, tokens * 20, tokens * 20, given=True)
     # Of one core: 18 or 28 s, and 128 or just below 248 s; times 0.3 and 3
     times, longer = (
         ("5 and 54 seconds", "38 seconds and 7 minutes") if fast else ("8 and 84 seconds", "73 seconds and 13 minutes")

@@ -281,7 +281,7 @@ def test_language_codes_of_three_letters():
     assert len(known) > 200
 
 
-def test_a_code_of_the_target_language_stands_before_every_sentence_of_its_line(loaded):
+def test_a_code_of_the_target_language_stands_before_every_sentence_of_its_line(loaded, caplog):
     model, tokenizer = loaded[0], copy.copy(loaded[1])
     tokenizer.encoder = tokenizer.current_encoder = loaded[1].encoder | {">>spa<<": 7, ">>fra<<": 8}
     texts = [
@@ -299,6 +299,8 @@ def test_a_code_of_the_target_language_stands_before_every_sentence_of_its_line(
     options = {"split": False, **OPTIONS}
     one, two = translate([">>spa<< Ein Hund.", ">>spa<< Ein Mann."], model, tokenizer, **options)
     assert translate(texts[:1], model, tokenizer, **OPTIONS) == [f"{one} {two}"]
+    assert ">>x<< is no target language" in caplog.text
+    assert "there is >>spa<<" in caplog.text
     (split,) = split_texts([">>spa<< " + ", ".join(["Ein Hund"] * 60)], tokenizer, 64)
     assert [ids[0] for ids in split.ids.values()] == [7] * len(split.pieces)
     assert len(split.pieces) > 1

@@ -294,3 +294,12 @@ def test_a_call_names_the_length_without_a_warning(head, caplog, monkeypatch):
     lengths = [model.generate(ids, **given).shape[1] for given in ({}, {"max_length": 9}, {"max_new_tokens": 5})]
     assert lengths == [12, 9, first + 5]
     assert "max_new_tokens" not in caplog.text
+
+
+@every(GENERATING, PLAIN)
+def test_a_static_cache_gives_the_same_tokens(head, variant):
+    """Without padding no mask is made, and the cache has more places than tokens."""
+    model, ids = make_model(head, variant), torch.tensor(sentences((6,)))
+    options = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True}
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(ids, **options))
