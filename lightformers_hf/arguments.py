@@ -5,6 +5,7 @@ Importing this file imports neither torch nor transformers: the command line rea
 
 import os
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .in_memory import AnyModel
 
 AnyPath = str | os.PathLike | None
+# When the command `recover` began, by `time.monotonic()`: its minutes include the import of torch and transformers.
+BEGAN: ContextVar[float | None] = ContextVar("BEGAN", default=None)
 Tokenizer = Annotated[
     "PreTrainedTokenizerBase | None", Help("That of a loaded model. Without text it may be missing.", kind="hidden")
 ]
@@ -77,7 +80,7 @@ class TrainingOptions:
     minutes: Annotated[
         float,
         Help(
-            "Time to measure, translate and train.",
+            "Time of the whole call: reading, measuring, translating, training, writing.",
             "M",
             "The learning rate falls to 0 by the last step.",
             kind="minutes",

@@ -399,18 +399,22 @@ class Experiment:
 
 
 def scale(lab: Lab) -> Rows:
-    """Seconds and memory before the first step of a recovery, and of a conversion, for corpora of three sizes."""
+    """Seconds and memory before the first step of a recovery, and of a conversion, by the size of the corpus."""
+
+    def measure(name: str, what: str, data: str, *words: str) -> dict:
+        return lab.run(f"scale/{name}", "measure_scale.py", what, "inputs/multi30k-de-en", f"scale/{data}", *words)
+
     lab.convert("multi30k-de-en", "scale/light", "--ratio", 4)
     for number in (10_000, 1_000_000, 10_000_000):
         data = lab.work / "scale" / f"{number}.jsonl"
         write_pairs(data, number)
-        for what in ("first-step", "conversion"):
-            words = [what, "inputs/multi30k-de-en", "scale/light", f"scale/{number}.jsonl"]
-            lab.commands.append(" ".join(["python training/measure_scale.py", *words]))
-            line = [sys.executable, str(ROOT / "training" / "measure_scale.py"), *words]
-            found = subprocess.run(line, cwd=lab.work, env=os.environ | ONE_CORE, check=True, capture_output=True)
-            yield {"pairs": number, "what": what, **json.loads(found.stdout.splitlines()[-1])}
+        for what, words in {"first-step": ("--light", "scale/light"), "conversion": ()}.items():
+            yield {"what": what, "pairs": number, **measure(f"{what}-{number}", what, data.name, *words)}
         data.unlink()
+    (lab.work / "scale" / "shards").mkdir(exist_ok=True)
+    for number in range(16):
+        write_pairs(lab.work / "scale" / "shards" / f"{number:02}.jsonl", 250, seed=number)
+    yield from ({"what": "distill", **row} for row in measure("distill", "distill", "shards")["rows"])
 
 
 EXPERIMENTS = {
@@ -422,7 +426,7 @@ EXPERIMENTS = {
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
-    "scale": Experiment(scale, ("multi30k-de-en",), 10),
+    "scale": Experiment(scale, ("multi30k-de-en",), 25),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
     "demo": Experiment(demo, (), 10),
 }

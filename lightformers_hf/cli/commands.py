@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import click
 
 from .. import __version__
 from ..arguments import (
+    BEGAN,
     CompressArguments,
     ConvertArguments,
     DeploymentOptions,
@@ -109,9 +111,13 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
 
     Example: lightformers recover light recovered --teacher opus-mt-de-en --data train.jsonl --minutes 30
     """
-    from ..workflows.recover import recover as run
+    token = BEGAN.set(time.monotonic())
+    try:
+        from ..workflows.recover import recover as run
 
-    return Answer.of(run(model, output, **given(**options)), f"Written to {output}.")
+        return Answer.of(run(model, output, **given(**options)), f"Written to {output}.")
+    finally:
+        BEGAN.reset(token)
 
 
 @command(

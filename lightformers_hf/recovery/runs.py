@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -253,33 +254,22 @@ def remove_checkpoints(folder: str | Path) -> None:
 # --- Callbacks of a training
 
 
-class Fall:
-    """The learning rate of a step as a share of the highest: up in a line, then down in a line to 0 at `end`."""
-
-    def __init__(self, warmup_steps: int, end: int) -> None:
-        self.warmup_steps, self.start, self.share, self.end = warmup_steps, warmup_steps, 1.0, end
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return step / self.warmup_steps
-        return self.share * max(0.0, (self.end - step) / max(1, self.end - self.start))
-
-    def move(self, step: int, end: int) -> None:
-        """From `step` on, fall to `end` instead, from where the rate is then; on the way up, later."""
-        if step > self.start:
-            self.start, self.share = step, self(step)
-        self.end = end
-
-
 class Pace(TrainerCallback, ExportableState):
-    """After every validation, fits the remaining steps into the remaining time, in whole parts between two.
+    """Fits a training into its seconds: the elapsed time decides the learning rate, validations, and the end.
 
-    The learning rate falls to 0 by the last step. `seconds`: for training and validation; 0: the steps stay.
+    The rate rises in a line over the first steps, then falls in a line to 0 at the end. The last validation, and
+    writing the model, are within the seconds. Most steps end a training before.
+
+    Args:
+        settings: `seconds`, `warmup_steps`, `most_steps`, and the number of validations, `steps / eval_steps`.
+        began: when the seconds began, by `time.monotonic()`.
     """
 
-    def __init__(self, seconds: float, steps: int, warmup_steps: int) -> None:
-        self.seconds, self.fall = seconds, Fall(warmup_steps, steps)
-        self.before, self.began, self.looked = 0.0, time.monotonic(), time.monotonic()
+    def __init__(self, settings: RecoverySettings, began: float) -> None:
+        self.settings, self.began, self.asked, self.before = settings, began, began, 0.0
+        self.validations = settings.steps // settings.eval_steps
+        self.reserve = FOR_VALIDATION * settings.seconds / self.validations  # for the last one; then what one took
+        self.start = self.validated = 0.0  # `done` at the highest rate and at the last validation
 
     @property
     def elapsed(self) -> float:
@@ -287,30 +277,48 @@ class Pace(TrainerCallback, ExportableState):
         return self.before + time.monotonic() - self.began
 
     def state(self) -> dict[str, Any]:
-        return {"before": self.elapsed, "fall": dict(vars(self.fall))}
+        return {"before": self.elapsed, "start": self.start, "reserve": self.reserve}
+
+    def done(self, step: int) -> float:
+        """The share of the training that is over, from 0 to 1, of its steps or its time."""
+        return min(1.0, max(step / self.settings.most_steps, self.elapsed / self.until))
+
+    @property
+    def until(self) -> float:
+        """The seconds after which the last validation begins."""
+        return max(self.settings.seconds - self.reserve, self.settings.seconds / 2)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step as a share of the highest."""
+        if step <= self.settings.warmup_steps:
+            self.start = self.done(step)
+            return step / self.settings.warmup_steps
+        return (1 - self.done(step)) / max(1e-9, 1 - self.start)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, lr_scheduler: Any = None, **_: Any
     ) -> None:
-        """Adopt the number of steps and the rates, and those of a checkpoint."""
+        """Adopt the rates, and the time of a checkpoint."""
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
-            self.before = kept["before"]
-            vars(self.fall).update(kept["fall"])
-        self.began = self.looked = time.monotonic()
-        state.max_steps = self.fall.end
-        lr_scheduler.lr_lambdas = [self.fall] * len(lr_scheduler.lr_lambdas)
+            self.before, self.start, self.reserve = (kept[name] for name in ("before", "start", "reserve"))
+        self.validated = self.done(state.global_step)
+        lr_scheduler.lr_lambdas = [self.rate] * len(lr_scheduler.lr_lambdas)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Plan anew, unless it was the last."""
-        step, now = state.global_step, time.monotonic()
-        part, self.looked = now - self.looked, now
-        if not self.seconds or step >= self.fall.end:
-            return
-        most = (args.max_steps - step) // state.eval_steps
-        parts = max(1, min(most, round((self.seconds - self.elapsed) / part)))
-        self.fall.move(step, step + parts * state.eval_steps)
-        state.max_steps = self.fall.end
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask for a validation and a checkpoint, or for the end."""
+        step, done = state.global_step, self.done(state.global_step)
+        state.max_steps = step if done == 1 else max(step + 2, round(step / done))  # a bar shows it
+        is_due = int(done * self.validations) > int(self.validated * self.validations)
+        if done == 1 or (is_due and self.elapsed + self.reserve < self.until):
+            self.asked = time.monotonic()
+            control.should_evaluate = control.should_save = True
+            control.should_training_stop = done == 1
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Look how long the validation and the checkpoint took."""
+        self.reserve = time.monotonic() - self.asked
+        self.validated = self.done(state.global_step)
 
 
 @contextmanager
@@ -357,14 +365,16 @@ class Progress(TrainerCallback):
 
 
 class Clock(TrainerCallback):
-    """How long a step takes, the first few aside."""
+    """How long a step takes, the first few aside. Ends a training of more than `limit` seconds, after four steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
         self.times: list[float] = []
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Look at the clock."""
         self.times.append(time.monotonic())
+        control.should_training_stop |= len(self.times) > 3 and self.times[-1] - self.times[0] > self.limit
 
     @property
     def seconds(self) -> float:
@@ -483,8 +493,8 @@ def training_arguments(
         warmup_steps=settings.warmup_steps,
         adam_beta2=0.98,
         logging_steps=max(1, settings.steps // 50),
-        eval_steps=settings.eval_steps,
-        save_steps=settings.eval_steps,
+        eval_steps=1 << 40,  # `Pace` asks for validations and checkpoints
+        save_steps=1 << 40,
         save_total_limit=2,
         metric_for_best_model=best_by,
         predict_with_generate=True,

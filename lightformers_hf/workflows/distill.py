@@ -579,7 +579,7 @@ def connect(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address != "auto":
             raise ValueError(f"the Ray cluster at {address} cannot be used: {error}") from error
-        ray.init(**options)
+        ray.init(**options, include_dashboard=False)
 
 
 class RayWorker:
@@ -604,7 +604,8 @@ def run_on_ray(job: Job, step: str, numbers: Sequence[int]) -> Iterator[int]:
 
     cores = min(len(numbers), max(1, int(ray.cluster_resources().get("CPU", 1))))
     ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs every step
     rows = ray.data.from_items([{"shard": number} for number in numbers], override_num_blocks=len(numbers))
-    actors = {"concurrency": cores, "batch_size": 1, "num_cpus": 1, "fn_constructor_args": (job, step)}
-    for row in rows.map_batches(RayWorker, **actors).iter_rows():
+    actors = {"compute": ray.data.ActorPoolStrategy(size=cores), "num_cpus": 1, "fn_constructor_args": (job, step)}
+    for row in rows.map_batches(RayWorker, batch_size=1, **actors).iter_rows():
         yield int(row["shard"])

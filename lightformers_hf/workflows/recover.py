@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from ..arguments import RecoverArguments
+from ..arguments import BEGAN, RecoverArguments
 from ..checkpoints.teacher import reads_sound
 from ..deprecated import renamed_arguments
 from ..engines.engine import ONE_OUTPUT
@@ -96,7 +96,7 @@ def recover(call: RecoverArguments) -> Recovery:
     Example:
         >>> recover("light", "recovered", teacher="opus-mt-de-en", data="train.jsonl", minutes=30)
     """
-    start, metrics = time.monotonic(), check_metrics(call.metrics)
+    start, metrics = BEGAN.get() or time.monotonic(), check_metrics(call.metrics)
     check_minutes(call.minutes)
     check_reports(call.report_to)
     trains_on_cpu(call.device)

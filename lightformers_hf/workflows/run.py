@@ -93,7 +93,7 @@ ENOUGH = 20_000  # translations that a model can be trained on alone, where ther
 RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # at most so many translations of the teacher replace references
 LONGEST = 1024  # tokens of a text at most
-TRIAL_STEPS = 16  # steps that measure the time of a step
+TRIAL_STEPS, FOR_TRIAL = 16, 0.03  # steps that measure the time of a step, and their share of the time
 SAMPLE, BEAMS = 64, 4  # sources that measure the speed of translation, and the teacher's beams
 
 
@@ -227,7 +227,7 @@ class Run:
         corpus.hold_out(held_out["source"])
         if self.exclude:
             corpus.hold_out(load_parallel(self.exclude, source=self.columns[0], target=self.columns[1])["source"])
-        if not len(corpus.sample(1, self.call.seed, without=corpus.without)):
+        if corpus.table is not None and not corpus.table["source"]:
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return corpus, held_out
 
@@ -266,6 +266,11 @@ class Run:
         source, target = choose_columns(str(self.light), self.model, self.tokenizer, *self.languages)
         return (source if split_prefix(source)[1] else split_language(source)[0]), split_language(target)[0]
 
+    def shorten_validation(self, number: int) -> None:
+        """Keep so many pairs, in the order of their lengths: batches then have little padding."""
+        lengths = [len(text) for text in self.held_out["target"][:number]]
+        self.held_out = self.held_out.select(sorted(range(number), key=lengths.__getitem__))
+
     @cached_property
     def scored(self) -> ScoredPart:
         """The validation, tokenized."""
@@ -292,7 +297,7 @@ class Run:
         self.say("measuring the model, its teacher, and the time of a step")
         # Five of these validations fit into the time.
         taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / self.time_each()))
-        self.held_out = self.held_out.select(range(min(taken, len(self.held_out))))
+        self.shorten_validation(min(taken, len(self.held_out)))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
         distance = self.ratio
@@ -371,7 +376,7 @@ class Run:
 
     def time_steps(self, pairs: Corpus, settings: RecoverySettings) -> tuple[float, int]:
         """How long a step takes, and how many an epoch has."""
-        clock = Clock()
+        clock = Clock(FOR_TRIAL * 60 * self.call.minutes)
         trial = replace(settings, steps=TRIAL_STEPS, eval_steps=TRIAL_STEPS + 1, warmup_steps=1)
         trainer = self.trainer(copy.deepcopy(self.model), pairs, trial, teacher=self.distiller)
         steps = trainer.train_dataset.count_steps()
@@ -427,13 +432,13 @@ class Run:
 
     def train(self, record: dict[str, Any]) -> Recovery:
         """Train to the end, from the last checkpoint if there is one."""
-        settings = RecoverySettings(**record["settings"])
-        self.held_out = self.held_out.select(range(record["sentences"]))
+        settings, began = RecoverySettings(**record["settings"]), time.monotonic()
+        self.shorten_validation(record["sentences"])
         if settings.dropout:
             self.model = self.load_light(dropout=True)
         pairs, parameters = self.training_text(record["translations"]), unique_parameters(self.model)
         trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
-        pace = Pace(settings.seconds, settings.steps, settings.warmup_steps)
+        pace = Pace(settings, began)
         trainer.add_callback(pace)
         checkpoint = find_last_checkpoint(self.output)
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.call.progress) as bar:

@@ -1,32 +1,13 @@
 """A training that ends when its time is up, and how long a step takes, with clocks of the tests' own."""
 
-from itertools import pairwise
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 from lightformers_hf.recovery import runs
-from lightformers_hf.recovery.runs import Clock, Fall, Pace
-
-
-@given(
-    warmup=st.integers(1, 50), end=st.integers(60, 500), moves=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 99)))
-)
-def test_rates_rise_and_fall_without_a_jump(warmup, end, moves):
-    fall, step = Fall(warmup, end), 0
-    assert [fall(s) for s in range(warmup + 1)] == pytest.approx([s / warmup for s in range(warmup + 1)])
-    for share, more in moves:
-        step += int(share * (fall.end - step))
-        before = fall(step)
-        fall.move(step, max(step, warmup) + more)
-        assert fall(step) == pytest.approx(before)
-    rates = [fall(s) for s in range(max(step, warmup), fall.end + 1)]
-    assert rates[-1] == 0
-    steps = [before - after for before, after in pairwise(rates)]
-    assert steps == pytest.approx([rates[0] / max(1, len(steps))] * len(steps), abs=1e-9)
+from lightformers_hf.recovery.runs import Clock, Pace, RecoverySettings, list_checkpoints, training_arguments
 
 
 class Rates(TrainerCallback):
@@ -37,6 +18,18 @@ class Rates(TrainerCallback):
 
     def on_step_begin(self, args, state, control, lr_scheduler=None, **_):
         self.rates.append(lr_scheduler.get_last_lr()[0])
+
+
+class Seconds(TrainerCallback):
+    """A clock that steps and validations move."""
+
+    now = 0.0
+
+    def on_step_end(self, args, state, control, **_):
+        self.now += self.each
+
+    def on_evaluate(self, args, state, control, **_):
+        self.now += self.validation
 
 
 class Interrupt(TrainerCallback):
@@ -52,58 +45,56 @@ class Interrupt(TrainerCallback):
 
 @pytest.fixture
 def paced(build_trainer, monkeypatch):
-    def build(seconds, *, each, seconds_planned=1.0, max_steps=60, **options):
-        """A trainer, whose steps take `each` seconds, with a pace that planned another number."""
-        asked = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
-        trainer = build_trainer("lightformer", rows=4, max_steps=max_steps, **asked, **options)
-        clock = SimpleNamespace(monotonic=lambda: each * trainer.state.global_step)
-        monkeypatch.setattr(runs, "time", clock)
-        found, rates = Pace(seconds, int(seconds / seconds_planned), 2), Rates()
-        trainer.add_callback(found)
-        trainer.add_callback(rates)
+    def build(seconds, *, each, validation=2.0, most_steps=60, **options):
+        """A trainer, whose steps and validations take so many seconds, with four validations."""
+        settings = RecoverySettings(1.0, 0.0, 0.0, 1, bf16=False, steps=20, warmup_steps=2, eval_steps=5)
+        settings = replace(settings, seconds=seconds, most_steps=most_steps)
+        arguments = training_arguments(settings, saves=True, best_by="loss", output_dir="unused")
+        names = ("eval_strategy", "save_strategy", "eval_steps", "save_steps", "max_steps", "warmup_steps")
+        trainer = build_trainer("lightformer", rows=4, **{name: getattr(arguments, name) for name in names}, **options)
+        clock = Seconds()
+        monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        found, rates = Pace(settings, 0.0), Rates()
+        clock.each, clock.validation = each, validation
+        for callback in (clock, found, rates):
+            trainer.add_callback(callback)
         return trainer, found, rates
 
     return build
 
 
 @pytest.mark.parametrize(
-    ("each", "expected"),
+    ("each", "validation", "expected", "validated"),
     [
-        (1.0, 20),  # as planned
-        (2.0, 12),  # after four steps, 12 s are left for parts of 8 s: two, rather than one
-        (9.0, 8),  # the time is up after four, but a training whose rate has not fallen is worth little
-        (0.5, 40),
-        (0.1, 60),  # no more than that
+        (1.0, 2.0, 40, [10, 17, 25, 32]),
+        (4.0, 2.0, 40, [3, 5, 7, 8]),
+        (1.0, 8.0, 40, [10, 24]),  # validations take longer than thought
+        (0.1, 0.2, 6.8, [15, 30, 45, 60]),  # no more steps than that
+        (100.0, 2.0, 102, [1]),
     ],
 )
-def test_the_steps_fit_into_the_time(paced, each, expected):
-    trainer, found, rates = paced(20, each=each)
+def test_a_training_fits_into_its_time(paced, each, validation, expected, validated):
+    trainer, found, rates = paced(40, each=each, validation=validation)
     trainer.train()
-    assert trainer.state.global_step == expected
-    assert found.elapsed == pytest.approx(each * expected)
-    assert rates.rates[2] == pytest.approx(1.0)
-    assert 0 < rates.rates[-1] <= 1 / 4 + 1e-9  # it would be 0 at the next step
-    assert trainer.state.log_history[-2]["step"] == expected  # it is validated, too
-
-
-def test_without_a_time_the_steps_stay(paced):
-    trainer, found, _ = paced(0, each=5.0)
-    found.fall.end = 8
-    trainer.train()
-    assert trainer.state.global_step == 8
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == validated
+    assert (trainer.state.global_step, found.elapsed) == (validated[-1], pytest.approx(expected))
+    if validated[-1] > 2:
+        assert rates.rates[1:3] == pytest.approx([0.5, 1])
+        assert rates.rates[2:] == sorted(rates.rates[2:], reverse=True)
+        assert 0 < rates.rates[-1] < 2 * each / 40 + 0.1  # 0 at the next step
 
 
 def test_a_training_that_goes_on_has_the_time_that_was_left(paced, tmp_path):
-    trainer, _, rates = paced(20, each=2.0)
-    trainer.add_callback(Interrupt(6))
+    trainer, *_ = paced(40, each=1.0)
+    trainer.add_callback(Interrupt(20))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    before = rates.rates[4:]
-    trainer, found, rates = paced(20, each=2.0)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-    assert trainer.state.global_step == 12
-    assert found.elapsed == pytest.approx(24)
-    assert rates.rates[: len(before)] == pytest.approx(before)
+    (checkpoint,) = list_checkpoints(tmp_path / "out")[-1:]
+    trainer, found, rates = paced(40, each=1.0)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert found.elapsed == pytest.approx(40, abs=2)
+    assert rates.rates[1:] == sorted(rates.rates[1:], reverse=True)
+    assert trainer.state.global_step > 30
 
 
 @pytest.mark.parametrize(
@@ -116,8 +107,11 @@ def test_a_training_that_goes_on_has_the_time_that_was_left(paced, tmp_path):
     ],
 )
 def test_a_step_takes_what_most_take(moments, expected, monkeypatch):
-    clock, left = Clock(), iter(moments)
+    clock, left, control = Clock(), iter(moments), SimpleNamespace(should_training_stop=False)
     monkeypatch.setattr(runs.time, "monotonic", lambda: next(left))
     for _ in moments:
-        clock.on_step_end(None, None, None)
-    assert clock.seconds == expected
+        clock.on_step_end(None, None, control)
+    assert (clock.seconds, control.should_training_stop) == (expected, False)
+    clock.limit, left = 3, iter([99])
+    clock.on_step_end(None, None, control)
+    assert control.should_training_stop == (len(moments) > 2)
