@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -175,11 +176,11 @@ def distill(
         "target_lang": target_lang,
     }
     asked |= {"split": split, "num_beams": num_beams, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    asked |= {"keep": share, "format": format, "skip_bad_lines": skip_bad_lines}
+    asked |= {"keep": share, "format": format}
     with on_disk(tokenizer, teacher) as (place,), parents(output), lock(output):
         check_place(output, [place, data])
         record = claim_folder(output, asked, [place, data], overwrite)
-        job = Job.of(place, output, record, asked)
+        job = Job.of(place, output, asked, skip_bad=skip_bad_lines)
         before, now = record.get("data", {}), job.corpus.files
         check_files(before, now)
         if changed := [name for name in before if before[name] != now[name]]:
@@ -190,7 +191,7 @@ def distill(
         run = choose_way(job, processes, ray)
         try:
             return run_steps(job, run, record, share, progress=progress)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             if is_full_disk(error):
                 raise OSError(
                     f"the disk is full: complete shards of {output} stay; free space, then give the same command"
@@ -276,7 +277,7 @@ class Job:
     engine: tuple | None = None
 
     @classmethod
-    def of(cls, place: str, output: Path, record: dict[str, Any], asked: dict[str, Any]) -> Job:
+    def of(cls, place: str, output: Path, asked: dict[str, Any], *, skip_bad: bool) -> Job:
         """Read the teacher and the first rows of the text, and export the teacher if an engine runs it."""
         languages = asked["source_lang"], asked["target_lang"]
         model, tokenizer, prefix = load_teacher(place, languages)
@@ -291,7 +292,7 @@ class Job:
             target=None,
             default=(column, "" if asked["source_lang"] else names[1]),
             split=asked["split"],
-            skip_bad=asked["skip_bad_lines"],
+            skip_bad=skip_bad,
         )
         corpus.target, corpus.prefix = None, ""
         generation = {"num_beams": asked["num_beams"], "max_new_tokens": asked["max_new_tokens"]}

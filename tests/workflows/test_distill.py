@@ -1,18 +1,22 @@
 """The teacher's corpus: its texts and scores, what is dropped, kills, and several processes."""
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import corpus as corpus_module
@@ -124,7 +128,7 @@ def test_lines_of_no_use_are_dropped_and_counted_and_the_best_are_kept(teacher, 
     from lightformers_hf.workflows import distill as module
 
     with pytest.raises(ValueError, match=r"data-2\.jsonl, line 5 has a 'de' that is no text: 3"):
-        distill(teacher, data[0], tmp_path / "none", **options())
+        distill(teacher, data[0], tmp_path / "whole", **options())
     fault = module.find_fault
     monkeypatch.setattr(decode, lambda text, found: fault(text, ("X  Y", 0.0, True) if text == "X Y" else found))
     whole = distill(teacher, data[0], tmp_path / "whole", skip_bad_lines=True, **options())
@@ -152,19 +156,19 @@ def test_killed_at_random_moments_no_row_is_lost_or_doubled(teacher, data, tmp_p
     )
     (tmp_path / "program.py").write_text(program)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    draw, kills = random.Random(0), 0
+    draw, kills, record = random.Random(0), 0, tmp_path / "cut" / "distill.json"
     for _ in range(int(os.environ.get("LIGHTFORMERS_KILLS", "3"))):
         process = subprocess.Popen(
             [sys.executable, str(tmp_path / "program.py")], env=environment, stderr=subprocess.DEVNULL
         )
-        begun = time.monotonic()
-        while not (tmp_path / "cut" / ".work").is_dir() and process.poll() is None and time.monotonic() < begun + 120:
+        begun = record.stat().st_mtime_ns if record.exists() else None
+        while process.poll() is None and (not record.exists() or record.stat().st_mtime_ns == begun):
             time.sleep(0.02)
         time.sleep(draw.uniform(0, 6))
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
     assert kills
-    if "result" not in json.loads((tmp_path / "cut" / "distill.json").read_text()):
+    if "result" not in json.loads(record.read_text()):
         distill(teacher, data[0], tmp_path / "cut", **asked)
     assert read(tmp_path / "cut") == read(tmp_path / "whole")
 
@@ -187,6 +191,49 @@ def test_what_is_refused(teacher, data, tmp_path, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         distill(teacher, changes.pop("data"), tmp_path / "out", **options(**changes))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(find_spec("ctranslate2") is None, reason="needs ctranslate2")
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("write_rows", OSError(errno.ENOSPC, "No space left on device")),
+        ("export", SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_full_disk_ends_it_with_one_message_and_the_same_call_goes_on(
+    teacher, data, tmp_path, monkeypatch, where, error
+):
+    module, seen = sys.modules[distill.__module__], []
+
+    def fill(*arguments, **more):
+        seen.append(arguments)
+        if len(seen) == 2 or where == "export":
+            raise error
+        return write(*arguments, **more)
+
+    write = getattr(module, where)
+    monkeypatch.setattr(module, where, fill)
+    with pytest.raises(OSError, match=r"the disk is full: complete shards of .*out stay; free space, then give the"):
+        distill(teacher, data[0], tmp_path / "out", **options())
+    monkeypatch.setattr(module, where, write)
+    assert distill(teacher, data[0], tmp_path / "out", **options()).read == 240
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_it_with_one_message_and_the_same_call_goes_on(teacher, data, tmp_path):
+    def kill():
+        while not any((tmp_path / "out" / ".work").glob("part-*.jsonl")):
+            time.sleep(0.01)
+        workers = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        workers[0].kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(OSError, match=r"a process of the work was killed, .* fewer processes \(--processes\) resumes"):
+        distill(teacher, data[0], tmp_path / "out", **options(processes=2))
+    thread.join()
+    assert distill(teacher, data[0], tmp_path / "out", **options()).read == 240
 
 
 @pytest.mark.usefixtures("without_engine")
