@@ -472,6 +472,6 @@ def test_time_and_memory_are_printed_before_the_work(tiny_marian, monkeypatch, f
     times, longer = (
         ("5 and 54 seconds", "38 seconds and 7 minutes") if fast else ("8 and 84 seconds", "73 seconds and 13 minutes")
     )
-    assert line.startswith(f"This takes between {times} on idle cores, and up to 1.2 GB of memory.")
+    assert line.startswith(f"This takes between {times} on idle cores, and up to 1.4 GB of memory.")
     assert ("Only 0.3 GB are free" in line) == (free < 1e9)
     assert f"between {longer} on" in given
