@@ -230,6 +230,11 @@ def test_a_token_that_is_not_there(run, field, number):
     assert not Path("out").exists()
 
 
+def test_a_configuration_may_name_no_padding(run):
+    change("dense/config.json", pad_token_id=None)
+    run("convert dense out --rank 2 --method paper", codes=(0,))
+
+
 def test_no_position_for_text(run):
     change("dense/config.json", max_position_embeddings=1)
     assert "max_position_embeddings is 1 in dense" in run("convert dense out --ratio 2")

@@ -63,7 +63,8 @@ def draw_inputs(model: PreTrainedModel, longest: int) -> dict[str, torch.Tensor]
         name: torch.randint(tokens, (TEXTS, min(length, longest)), generator=generator)
         for name, (length, tokens) in sizes.items()
     }
-    inputs = {name: ids.where(ids != pad, (pad or 0) + (-1 if pad else 1)) for name, ids in inputs.items()}
+    if pad is not None:
+        inputs = {name: ids.where(ids != pad, pad - 1 if pad else 1) for name, ids in inputs.items()}
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, mask.shape[1] // 2 :] = 0
     inputs["input_ids"].masked_fill_(mask == 0, pad or 0)
