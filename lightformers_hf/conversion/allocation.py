@@ -19,8 +19,8 @@ from .workers import Step, map_in_threads
 
 # Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
-# A form alone is tried if its predicted cost is at most so many times that of the mixture.
-LIKELY = 1.25
+# Of teachers with more parameters, a form alone is tried if its predicted cost is at most so many times the mixture's.
+LARGE, LIKELY = 20_000_000, 1.25
 AUTO = "auto"  # the candidate that mixes all forms
 K = TypeVar("K")
 Result = TypeVar("Result")
@@ -124,26 +124,34 @@ class Choice:
         return self.site.kept(self.setting) or self.setting
 
 
+class Proposal(NamedTuple):
+    """What a candidate chooses, largest site first, and its predicted cost; `None` where costs are not known."""
+
+    chosen: list[Choice]
+    cost: float | None = None
+
+
 def choose(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
-) -> dict[str, list[Choice]]:
-    """{candidate: the sites in the forms that are chosen, largest first, with the setting of each}.
+) -> dict[str, Proposal]:
+    """Return {candidate: its proposal}.
 
-    The first candidate mixes all forms by their predicted costs. The others have one form wherever it is possible, if
-    their predicted cost is at most `LIKELY` times that of the first, because predictions are sometimes wrong.
+    The first candidate mixes all forms by their predicted costs. The others have one form wherever it is possible,
+    because predictions are sometimes wrong; of a large model, if their cost is at most `LIKELY` times the first's.
     """
     policy = options.policy
     if originals.calibration is None or not spends_budget(options, study):
         sites = sort_by_size(first_sites(units))
         costs = weigh([site for site in sites if site.waits(policy)], originals)
-        return {AUTO: [Choice(site, site.follow(policy, costs.get(site)), costs.get(site)) for site in sites]}
+        chosen = [Choice(site, site.follow(policy, costs.get(site)), costs.get(site)) for site in sites]
+        return {AUTO: Proposal(chosen)}
     given, free = split_units(units, policy)
     offered = sort_by_size([site for unit in free for alternative in unit for slot in alternative for site in slot])
     costs = weigh([*filter(lambda site: site.waits(policy), given), *offered], originals)
     fixed = {site: site.follow(policy, costs.get(site)) for site in given}
     available, _ = find_budget(originals, options, fixed, free)
-    found: dict[str, dict[Form, Setting]] = {}
-    cheapest = torch.inf
+    found: dict[str, tuple[dict[Form, Setting], float]] = {}
+    most = LIKELY if originals.dense.num_parameters() > LARGE else torch.inf
     for method in (AUTO, *dict.fromkeys(form.method for form in all_forms())):
         offers = [keep_form(unit, method) for unit in free]
         slots = [[[{site: costs[site] for site in slot} for slot in slots] for slots in unit] for unit in offers]
@@ -153,13 +161,15 @@ def choose(
             if method == AUTO:
                 raise
             continue  # this form alone does not become so small
-        predicted = sum(costs[site].cost_of(setting) for site, setting in settings.items())
-        cheapest = min(cheapest, predicted)
-        if settings not in found.values() and predicted <= LIKELY * cheapest:
-            found[method] = settings
+        cost = sum(costs[site].cost_of(setting) for site, setting in settings.items())
+        known = [each for each, _ in found.values()]
+        if settings not in known and (method == AUTO or cost <= most * found[AUTO][1]):
+            found[method] = settings, cost
     return {
-        method: [Choice(site, setting, costs.get(site)) for site, setting in sort_settings(fixed | settings)]
-        for method, settings in found.items()
+        method: Proposal(
+            [Choice(site, setting, costs.get(site)) for site, setting in sort_settings(fixed | settings)], cost
+        )
+        for method, (settings, cost) in found.items()
     }
 
 

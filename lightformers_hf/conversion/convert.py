@@ -32,7 +32,7 @@ from .calibration_text import count_tokens, draw_pairs, greedy_outputs, hold_out
 from .card import model_card
 from .forms import Form, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
-from .refit import bridge, can_refit, compare, find_refitted, refit
+from .refit import bridge, can_refit, compare, find_refitted, refit, thin_out
 from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
 from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
@@ -113,16 +113,23 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     if "weight" in steps or ("bridge" in steps and not dry):
         measured = measure(whole, teacher, options, study, removed, bridges="bridge" in steps, device=device)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
-    candidates = choose(units, originals, options, study)
-    if dry or not measured.held_out:  # nothing shows how well they do on other text
-        candidates = {AUTO: candidates[AUTO]}
-    best: Candidate | None = None
-    for method, chosen in candidates.items():
-        found = make(chosen, originals, measured, refits="refit" in steps, dry=dry)
-        if len(candidates) > 1 and shows_progress():
-            tqdm.write(f"{method}: {found.divergence:.4f} nats from the teacher", file=sys.stderr)
-        if best is None or found.divergence < best.divergence:
-            best = found
+    proposals = choose(units, originals, options, study)
+    refits = "refit" in steps
+    if not measured.held_out:  # nothing shows how well they do on other text
+        proposals = {AUTO: proposals[AUTO]}
+    listed = {name: {"cost": round(one.cost, DIGITS)} for name, one in proposals.items() if one.cost is not None}
+    best, method = None, AUTO
+    if len(proposals) > 1 and not dry:
+        every = thin_out(measured.calibration)
+        for name, proposal in proposals.items():
+            found = make(proposal.chosen, originals, measured, refits=refits, every=every)
+            listed[name]["divergence"] = round(found.divergence, DIGITS)
+            if shows_progress():
+                tqdm.write(f"{name}: {found.divergence:.4f} nats from the teacher", file=sys.stderr)
+            if best is None or found.divergence < best.divergence:
+                best, method = found, name
+        best = best if every == 1 else None  # otherwise made again, with all text
+    best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
@@ -134,13 +141,22 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         matrices=report_matrices(chosen, best.errors, model, dense),
         calibrated_on=measured.sentences,
         agreement=agreement,
+        candidates=listed if len(listed) > 1 else {},
         processor=describe_work(device),
     )
     return Compressed(teacher, model, report)
 
 
-def make(chosen: list[Choice], originals: Originals, measured: Measured, *, refits: bool, dry: bool) -> Candidate:
-    """Make the smaller model of one candidate; of a `dry` run its skeleton."""
+def make(
+    chosen: list[Choice],
+    originals: Originals,
+    measured: Measured,
+    *,
+    refits: bool,
+    dry: bool = False,
+    every: int = 1,
+) -> Candidate:
+    """Make the smaller model of one candidate, refitted on every so many batches; of a `dry` run its skeleton."""
     # Without a refit, errors whose costs are not known are those of the values that are made.
     errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
     fields: dict[str, object] = {}
@@ -150,7 +166,8 @@ def make(chosen: list[Choice], originals: Originals, measured: Measured, *, refi
     model = skeleton(type(originals.teacher.model), type(dense.config)(**{**dense.config.to_dict(), **fields}))
     agreement = None
     if not dry:
-        made, agreement = fit(model, chosen, originals, measured, refits=refits and any(errors.values()))
+        refits = refits and any(errors.values())
+        made, agreement = fit(model, chosen, originals, measured, refits=refits, every=every)
         errors = made | errors
     return Candidate(chosen, model, errors, agreement)
 
@@ -293,7 +310,13 @@ def report_matrices(
 
 @torch.no_grad()
 def fit(
-    student: PreTrainedModel, chosen: Sequence[Choice], originals: Originals, measured: Measured, *, refits: bool
+    student: PreTrainedModel,
+    chosen: Sequence[Choice],
+    originals: Originals,
+    measured: Measured,
+    *,
+    refits: bool,
+    every: int,
 ) -> tuple[dict[Form, float], Agreement | None]:
     """Give a skeleton its values: the only place where they are made.
 
@@ -334,7 +357,7 @@ def fit(
     student.to(measured.whole.device)
     if refits:
         teacher = measured.teacher
-        refit(student, measured.whole, teacher.layers, measured.calibration, coordinates)
+        refit(student, measured.whole, teacher.layers, measured.calibration, coordinates, every=every)
     agreement = compare(student, measured.whole, measured.compared, measured.outputs)
     complete(student.to("cpu"), {})
     return errors, replace(agreement, held_out=measured.held_out)

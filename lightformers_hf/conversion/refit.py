@@ -48,6 +48,8 @@ CORRECTED = 0.5
 CONSTANT = 1e-6
 # Tokens of a batch.
 TOKENS = 1024
+# To compare candidates, every n-th batch is used, and so many at least.
+THINNED, FEWEST_BATCHES = 4, 8
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Parts of a layer, each with its norm and its residual connection, in the order of their calls.
 SUBLAYERS = ("self_attn", "encoder_attn", "network")
@@ -81,14 +83,24 @@ def refit(
     depths: Depths,
     calibration: Calibration,
     coordinates: Mapping[str, Tensor],
+    *,
+    every: int = 1,
 ) -> None:
-    """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits."""
+    """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits.
+
+    Only `every` so many batches are used.
+    """
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
-    regression = Regression(student, teacher, depths, batches, store, coordinates, CORRECTED, calibration)
+    regression = Regression(student, teacher, depths, batches, store, coordinates, CORRECTED, calibration, every)
     regression.run(tuple(depths), "refitting")
     if student.final_logits_bias is not None:
-        balance(student, teacher, batches, store)
+        balance(student, teacher, regression.used, store)
+
+
+def thin_out(calibration: Calibration) -> int:
+    """Return n, so that every n-th batch of a refit is enough to compare models: a quarter, or `FEWEST_BATCHES`."""
+    return max(1, min(THINNED, len(cut_batches(calibration.batches, TOKENS)) // FEWEST_BATCHES))
 
 
 @torch.no_grad()
@@ -126,6 +138,11 @@ class Regression:
     # Of a model that the student was made of: it has the layers as they were, and gradients for the metric. `None`:
     # the student is that model itself, and errors of all outputs have equal weight.
     calibration: Calibration | None = None
+    every: int = 1  # only every n-th batch is used
+
+    @property
+    def used(self) -> Sequence[Batch]:
+        return self.batches[:: self.every]
 
     @property
     def device(self) -> torch.device:
@@ -140,8 +157,8 @@ class Regression:
         total = sum(len(self.depths[stack]) for stack in stacks)
         with Step(what, total=total, unit="layer") as bar:
             for stack, depths in self.depths.items():
-                student = HiddenStates("student", stack, self.student, self.batches, self.store)
-                teacher = HiddenStates("teacher", stack, self.teacher, self.batches, self.store)
+                student = HiddenStates("student", stack, self.student, self.used, self.store)
+                teacher = HiddenStates("teacher", stack, self.teacher, self.used, self.store)
                 passed = 0  # layers of the teacher
                 for depth, teacher_depth in enumerate(depths):
                     for between in range(passed, teacher_depth + (stack not in stacks)):
@@ -197,6 +214,7 @@ class Regression:
             weights = [torch.ones(count) for count in counts]
         else:
             weights = self.calibration.token_weights(group).split(counts)
+        weights = weights[:: self.every]
 
         def look(index: int) -> list[WeightedRows]:
             mask = student.mask(stream, index)
@@ -207,7 +225,7 @@ class Regression:
                 rows.append(aim if residual is None else aim - self.share * found[residual][mask])
             return [WeightedRows.of(each, weights[index], self.device) for each in rows]
 
-        for x, *aims in map_in_threads(look, range(len(self.batches)), self.store.device, AT_ONCE):
+        for x, *aims in map_in_threads(look, range(len(self.used)), self.store.device, AT_ONCE):
             inputs.add(x, x)
             for name, aim in zip(group, aims, strict=True):
                 outputs[name].add(x, aim)
@@ -236,7 +254,7 @@ class Regression:
             x, y = (output.to(sums.device).double() for output in outputs)
             return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
 
-        for part in map_in_threads(add_up, range(len(self.batches)), self.store.device, AT_ONCE):
+        for part in map_in_threads(add_up, range(len(self.used)), self.store.device, AT_ONCE):
             sums += part
         count, *others = sums
         mean_in, mean_out, square, product = (other / count for other in others)
@@ -262,7 +280,7 @@ class Regression:
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
             stream = stream_of(next(iter(some)))
-            sound = [batch for batch in self.batches if "input_features" in batch]
+            sound = [batch for batch in self.used if "input_features" in batch]
             tokens = sum(int(token_mask(batch, stream).sum()) for batch in sound)
             share = at_least(self.ridge, len(covariance), tokens)
             ridge = max(share * covariance.diagonal().mean(), CONSTANT * seen)

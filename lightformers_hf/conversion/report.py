@@ -140,6 +140,8 @@ class CompressionReport(Result):
         vocabulary: if tokens were removed, the number of tokens of `source` and `target`, and the `parameters` of the
             whole model: [kept, before] each.
         languages: the remaining language codes, if some were removed.
+        candidates: the models that were compared, if several were: {method: its predicted `cost`, and the `divergence`
+            in nats a token of a model that was made with a part of the text}. A plan predicts the cost alone.
         processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
         inherited: metadata from the source's card: licence, languages, task, its name on the Hub.
     """
@@ -162,6 +164,7 @@ class CompressionReport(Result):
     agreement: Agreement | None = None
     vocabulary: dict[str, list[int]] = field(default_factory=dict)
     languages: list[str] = field(default_factory=list)
+    candidates: dict[str, dict[str, float]] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -351,7 +354,7 @@ def read_report(file: Path) -> CompressionReport | None:
         return None
     try:
         # Reports of earlier versions lack these fields.
-        later = {"vocabulary": {}, "processor": {}, "agreement": None}
+        later = {"vocabulary": {}, "processor": {}, "agreement": None, "candidates": {}}
         report = as_kind(later | content, CompressionReport, "the report")
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
@@ -444,6 +447,13 @@ def remarks(report: CompressionReport) -> Iterator[str]:
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
         yield "A matrix stays dense if no smaller form was requested, or if its factors would hold as many parameters."
+    if report.candidates:
+        costs = ", ".join(
+            f"{method} {found['cost']:.3g}"
+            + (f" ({found['divergence']:.2g} nats measured)" if "divergence" in found else "")
+            for method, found in report.candidates.items()
+        )
+        yield f"Predicted costs of the candidates: {costs}. The nearest to the teacher is kept."
     if report.agreement is not None:
         yield f"{report.agreement}.".capitalize()
         if report.agreement.share < CLIFF:

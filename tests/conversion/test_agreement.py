@@ -11,9 +11,9 @@ from tiny import sizes
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
-from lightformers_hf import convert
+from lightformers_hf import convert, plan
 from lightformers_hf.checkpoints.teacher import read
-from lightformers_hf.conversion import allocation
+from lightformers_hf.conversion import refit
 from lightformers_hf.conversion import sensitivity as calibration
 from lightformers_hf.conversion.calibration_text import greedy_outputs, hold_out
 from lightformers_hf.conversion.card import model_card
@@ -126,16 +126,27 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     assert report.agreement.held_out
 
 
-def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(sure_teacher, tmp_path, monkeypatch):
+@pytest.mark.parametrize("batch", [1024, 64])
+def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(
+    sure_teacher, tmp_path, monkeypatch, batch
+):
+    """Candidates are refitted with all of few batches, or with a part of many."""
     folder, data, _ = sure_teacher
-    monkeypatch.setattr(allocation, "LIKELY", 100.0)  # all forms are tried
+    monkeypatch.setattr(refit, "TOKENS", batch)
     options = {"ratio": 3, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
-    found = {
-        method: convert(folder, tmp_path / method, method=method, progress=False, **options).agreement.divergence
+    reports = {
+        method: convert(folder, tmp_path / method, method=method, progress=False, **options)
         for method in ("auto", "low-rank", "narrow")
     }
-    assert found["auto"] <= min(found.values()) * 1.001
+    found = {method: report.agreement.divergence for method, report in reports.items()}
+    assert found["auto"] <= min(found.values()) * (1.001 if batch == 1024 else 1.2)
     assert found["low-rank"] != found["narrow"]
+    candidates = reports["auto"].candidates
+    assert (candidates["low-rank"]["divergence"] == pytest.approx(found["low-rank"])) == (batch == 1024)
+    planned = plan(folder, progress=False, **options)
+    assert planned.candidates == {name: {"cost": one["cost"]} for name, one in candidates.items()}
+    assert "Predicted costs of the candidates: auto " in " ".join(str(planned).split())
+    assert not reports["low-rank"].candidates
 
 
 def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
