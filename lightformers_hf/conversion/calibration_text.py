@@ -120,8 +120,9 @@ def greedy_outputs(
     `translated`: their targets are these already.
     """
     rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
-    step = -(-len(rows) // COMPARED)
-    picked = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for batch, row in rows[::step]]
+    count = min(COMPARED, len(rows))
+    spread = [rows[index * len(rows) // count] for index in range(count)]
+    picked = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for batch, row in spread]
     parts = [join_batches(*picked[start : start + BATCH]) for start in range(0, len(picked), BATCH)]
     if translated:
         return parts

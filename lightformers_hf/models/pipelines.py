@@ -339,7 +339,7 @@ class Text2TextGenerationPipeline(Pipeline):
         if isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__"):
             texts = inputs if isinstance(inputs, Iterable) else (inputs[number] for number in range(len(inputs)))
             return self._stream(iter(texts), WINDOW * (size or BATCH), size or BATCH, parameters)
-        raise TypeError(f"the input is a {type(inputs).__name__}: expected a text, or texts")
+        raise TypeError(f"the input has the type {type(inputs).__name__}: expected a text, or texts")
 
     def _stream(
         self, texts: Iterator[str], window: int, batch_size: int, parameters: list[dict[str, Any]]
@@ -379,7 +379,7 @@ class Text2TextGenerationPipeline(Pipeline):
         for text in inputs:
             if not isinstance(text, str):
                 raise TypeError(
-                    f"the input contains a {type(text).__name__}: expected texts (strings), such as one column of a "
+                    f"the input contains the type {type(text).__name__}: expected texts (strings), such as one column of a "
                     "data set: KeyDataset(data, 'text')"
                 )
         split = self.splits if split is None else split

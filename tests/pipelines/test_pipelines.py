@@ -170,7 +170,7 @@ def test_bad_input(tiny_marian, tmp_path):
     for wrong in ([3], [["Hallo"]], [None]):
         with pytest.raises(TypeError, match=r"the input contains a \w+: expected texts"):
             pipe(wrong)
-    with pytest.raises(TypeError, match="the input is a int: expected a text"):
+    with pytest.raises(TypeError, match="the input has the type int: expected a text"):
         pipe(3)
     with pytest.raises(ValueError, match="framework is 'tf', but the pipelines use PyTorch alone"):
         pipeline("translation", model=str(tiny_marian), framework="tf")
