@@ -168,7 +168,7 @@ def test_tasks(tiny_marian):
 def test_bad_input(tiny_marian, tmp_path):
     pipe = pipeline("translation", model=str(tiny_marian))
     for wrong in ([3], [["Hallo"]], [None]):
-        with pytest.raises(TypeError, match=r"the input contains a \w+: expected texts"):
+        with pytest.raises(TypeError, match=r"the input contains the type \w+: expected texts"):
             pipe(wrong)
     with pytest.raises(TypeError, match="the input has the type int: expected a text"):
         pipe(3)
