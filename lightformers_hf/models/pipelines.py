@@ -379,8 +379,8 @@ class Text2TextGenerationPipeline(Pipeline):
         for text in inputs:
             if not isinstance(text, str):
                 raise TypeError(
-                    f"the input contains the type {type(text).__name__}: expected texts (strings), such as one column of "
-                    "a data set: KeyDataset(data, 'text')"
+                    f"the input contains the type {type(text).__name__}: expected texts (strings), such as one column "
+                    "of a data set: KeyDataset(data, 'text')"
                 )
         split = self.splits if split is None else split
         split = is_translator(self.tokenizer, self.prefix) if split is None else split
