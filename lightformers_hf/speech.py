@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,10 @@ FILES = ("file_name", "audio", "file", "path")
 # Sound of this power, relative to the loudest parts of a piece, is silence; so is that of all pieces below the second.
 SILENCE, QUIETEST = 1e-4, 1e-9
 STEP = RATE / 50  # samples of sound from one time to the next
+ALONE = 4  # as of `join_lengths`
 AROUND = 5  # positions around speech that belong to it
 # A first token with such a name is that of a language.
-LANGUAGE = "<|{}|>"
+LANGUAGE, NO_TIMES = "<|{}|>", "<|notimestamps|>"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Sound:
         try:
             samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
         except (RuntimeError, OSError, TypeError) as error:
-            raise ValueError(f"{self.name} can't be read as sound: {error}. Convert it to FLAC or WAV") from None
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{self.name} can't be read as sound: {reason}. Convert it to FLAC or WAV") from None
         if not len(samples) or not np.isfinite(samples).all():
             what = "holds NaN or infinite values" if len(samples) else "holds no samples"
             raise ValueError(f"{self.name} {what}: remove it from the data")
@@ -155,6 +158,37 @@ def cut_pieces(sounds: Sequence[Sound], *, seconds: float, positions: int) -> li
     return pieces
 
 
+def join_lengths(lengths: Sequence[int], longest: int, kinds: Sequence[Any] | None = None) -> list[list[int]]:
+    """Return indices of consecutive lengths of one kind in groups of at most `longest` in total.
+
+    An encoder takes as long for silence as for speech. Every `ALONE`-th group has one index, so that silence is heard.
+    """
+    groups: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        last = groups[-1] if len(groups) % ALONE else []
+        fits = last and sum(lengths[one] for one in last) + length <= longest
+        if fits and (kinds is None or kinds[last[0]] == kinds[index]):
+            last.append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def join_pieces(pieces: Sequence[Piece], *, seconds: float) -> list[Piece]:
+    """Return pieces joined to longer ones of at most so many seconds, as of `join_lengths`.
+
+    A piece has a transcript if all of its parts have one.
+    """
+    joined = []
+    for group in join_lengths([len(piece.wave) for piece in pieces], round(seconds * RATE)):
+        parts = [pieces[index] for index in group]
+        wave, texts = np.concatenate([part.wave for part in parts]), [part.text for part in parts]
+        positions = len(parts[0].spoken)
+        spoken = find_speech(wave, round(seconds * RATE) // positions, positions)
+        joined.append(Piece(wave, " ".join(texts) if all(texts) else None, spoken))
+    return joined
+
+
 def find_speech(wave: np.ndarray, step: int, positions: int) -> np.ndarray:
     """Return whether each of so many positions, `step` samples long, is loud, or near one that is."""
     padded = np.zeros(step * positions, np.float32)
@@ -171,6 +205,29 @@ def prompt_of(config: GenerationConfig, language: str | None, *, times: bool = F
     if getattr(config, "is_multilingual", False):
         tokens += [config.lang_to_id[LANGUAGE.format(language)], config.task_to_id["transcribe"]]
     return tokens if times else [*tokens, config.no_timestamps_token_id]
+
+
+def complete_generation(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+    """Add what an old generation configuration of Whisper lacks, by the names of the tokenizer's tokens.
+
+    Raises `ValueError` if the tokenizer has no such tokens.
+    """
+    if getattr(config, "no_timestamps_token_id", None) is not None or tokenizer is None:
+        return
+    tokens = tokenizer.get_vocab()
+    tasks = {name: tokens.get(LANGUAGE.format(name)) for name in ("transcribe", "translate")}
+    if NO_TIMES not in tokens or None in tasks.values():
+        raise ValueError(
+            f"{name} has neither a generation_config.json with no_timestamps_token_id, nor a tokenizer with "
+            f"{NO_TIMES}: put these files of the model that it was trained from there"
+        )
+    config.no_timestamps_token_id, config.max_initial_timestamp_index = tokens[NO_TIMES], 50
+    config.is_multilingual = "" in tokens  # as in OpenAI's tokenizers
+    if config.is_multilingual:
+        config.task_to_id = tasks
+        config.lang_to_id = {
+            token: index for token, index in tokens.items() if re.fullmatch(r"<\|[a-z]{2,3}\|>", token)
+        }
 
 
 def check_language(config: GenerationConfig, language: str | None, name: str) -> None:

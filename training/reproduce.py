@@ -68,6 +68,7 @@ UNITS = {
     "chrf": "chrF",
     "exact-match": "percent of outputs",
     "cer": "edits in percent of the references' characters",
+    "wer": "edits in percent of the references' words, after Whisper's normalizer",
 }
 STUDIES = {  # and the tokenizer of each
     "architectures_6m": "inputs/multi30k-de-en",
@@ -133,6 +134,19 @@ INPUTS = {
         {
             "train.jsonl": "0007e872f3c55b394aee43fb9d35b8a34f9bca1c170a301242e9a4b222626dd5",
             "validation.jsonl": "a780016534c095468b9da73f2982559eae7fb69e3f4af410b4f4e907035d1b02",
+        },
+    ),
+    "whisper-tiny.en": Input(
+        "openai/whisper-tiny.en of the Hub (MIT), with weights in float16",
+        {"model.safetensors": "27e6cbbc03132b9e95bc2ff4fe1a8c4ccb207f77998cc7567a3945b626b733f7"},
+    ),
+    "speech": Input(
+        "72 utterances of LibriSpeech train-clean-100 (15 minutes, no transcripts) in calibration/; in validation/, "
+        "103 utterances (12 minutes) of LibriSpeech test-other, VCTK (both CC BY 4.0), LJ Speech and others, with "
+        "metadata.jsonl",
+        {
+            "calibration/metadata.jsonl": "3e5de90cdc24848594e5f218da8e85720173749ecf73acb5305ecfa51057c3e6",
+            "validation/metadata.jsonl": "8c2d3b5ff14c1b878c1cf733907533e93e4bc3cf9c30d3d43c11bb26e4d4dcb7",
         },
     ),
 }
@@ -370,6 +384,31 @@ def demo(lab: Lab) -> Rows:
     yield from deployments(lab.run("demo", "demo", "demo-output", "--fresh")["engines"])
 
 
+def whisper(lab: Lab) -> Rows:
+    """Whisper tiny.en at three ratios of its linear layers, without training and after 30 minutes of one core."""
+    speech = ("--calibration", "inputs/speech/calibration")
+
+    def scores(model: str) -> dict[str, float]:
+        name = f"whisper/{Path(model).name}-validation"
+        data = ("--data", "inputs/speech/validation", "--source-lang", "en", "--no-speed")
+        return lab.run(name, "evaluate", model, *data)["model"]["scores"]
+
+    teacher = "whisper-tiny.en"
+    yield {"model": "teacher", "ratio": 1, **scores(f"inputs/{teacher}")}
+    for ratio in (1.5, 2, 3):
+        name = f"whisper/{ratio}"
+        report = lab.convert(teacher, name, "--ratio", ratio, "--pattern", "embedding=dense", *speech)
+        yield {"model": "converted", "ratio": ratio, **figures(report), **scores(name)}
+    for ratio in (1.25, 2):
+        name = f"whisper/pca-{ratio}"
+        found = lab.run(name, "pca_encoder.py", f"inputs/{teacher}", name, *speech, "--ratio", ratio)
+        yield {"model": "principal components, encoder alone", "ratio": ratio, **found, **scores(name)}
+    name = "whisper/2-recovered"
+    lab.run(name, "recover", "whisper/2", name, "--teacher", f"inputs/{teacher}", "--data",
+            "inputs/speech/calibration", "--minutes", 30, "--overwrite")  # fmt: skip
+    yield {"model": "recovered", "ratio": 2, **scores(name)}
+
+
 def score_tests(lab: Lab, model: str) -> dict[str, float]:
     """Return the scores of a Multi30k model on both tests."""
     found = {test: lab.score(model, "multi30k-de-en", f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY) for test in TESTS}
@@ -429,6 +468,7 @@ EXPERIMENTS = {
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
     "demo": Experiment(demo, (), 10),
+    "whisper": Experiment(whisper, ("whisper-tiny.en", "speech"), 75),
 }
 
 

@@ -56,6 +56,7 @@ from ..loading import (
     take_forced_start,
 )
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
+from ..speech import complete_generation
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, Family, find_family
 
@@ -167,11 +168,14 @@ def read(
     keep_prefix(config, *languages, tokenizer)
     if start := starts.get("decoder_start_token_id"):
         config.decoder_start_token_id = start
+    generation = _generation_config(source, folder, source_config, starts, config.decoder_vocab_size)
+    if reads_sound(config):
+        complete_generation(generation, tokenizer, name)
     in_folder = folder is not None and Path(os.path.expanduser(name)).is_dir()
     return Teacher(
         assemble(model_class, config, named),
         tokenizer,
-        _generation_config(source, folder, source_config, starts, config.decoder_vocab_size),
+        generation,
         name=printable_name(folder if in_folder else name),
         family=type(source_config).model_type,
         source=source if is_loaded(source) else folder,

@@ -19,13 +19,23 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..checkpoints.teacher import Teacher
 from ..languages import split_language
-from ..speech import Piece, add_times, check_language, cut_pieces, find_sounds, prompt_of, transcript_tokens
-from .calibration_text import MOST_TOKENS, TOKENS_PER_FEATURE
+from ..speech import (
+    RATE,
+    Piece,
+    add_times,
+    check_language,
+    cut_pieces,
+    find_sounds,
+    join_pieces,
+    prompt_of,
+    transcript_tokens,
+)
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch
 from .workers import Step, cast_weights, fast_products
 
-SAMPLES = 8  # transcripts of a piece that the teacher draws
+WINDOWS = 48  # pieces by default, each as long as the encoder reads
+SAMPLES = 8  # transcripts of a piece with errors of the teacher
 # Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
 SILENT = 8
 # Settings of the teacher's generation that its transcripts follow.
@@ -33,7 +43,7 @@ RULES = ("suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id")
 
 
 def draw_pieces(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> list[Piece]:
-    """Random pieces of the sound that `options` name, until they have enough positions with speech.
+    """Random pieces of the sound that `options` name, joined to longer ones, each as much as the encoder reads.
 
     Raises:
         ValueError: no sound is given, all is silent, or there is less than was asked for.
@@ -48,23 +58,22 @@ def draw_pieces(teacher: Teacher, options: CompressionOptions, study: StudyOptio
     check_language(teacher.generation_config, language, teacher.name)
     sounds = find_sounds(options.calibration, column=column)
     random.Random(study.calibration_seed).shuffle(sounds)
-    wanted = min(TOKENS_PER_FEATURE * teacher.config.d_model, MOST_TOKENS)
-    pieces: list[Piece] = []
+    seconds, positions = extractor.chunk_length, teacher.config.max_source_positions
+    wanted = (options.calibration_samples or WINDOWS) * seconds * RATE
+    parts: list[Piece] = []
     for sound in sounds:
-        if options.calibration_samples is None and sum(int(piece.spoken.sum()) for piece in pieces) >= wanted:
+        if sum(len(part.wave) for part in parts) >= wanted:
             break
-        positions = teacher.config.max_source_positions
-        pieces += cut_pieces([sound], seconds=extractor.chunk_length, positions=positions)
-        if options.calibration_samples is not None and len(pieces) >= options.calibration_samples:
-            break
-    if not pieces:
+        parts += cut_pieces([sound], seconds=seconds, positions=positions)
+    if not parts:
         raise ValueError(f"{options.calibration} is silent: expected speech")
+    pieces = join_pieces(parts, seconds=seconds)
     if options.calibration_samples is not None and len(pieces) < options.calibration_samples:
         raise ValueError(
             f"{options.calibration} holds {len(pieces)} pieces with speech, calibration_samples is "
             f"{options.calibration_samples}: give more sound, or ask for fewer"
         )
-    return pieces[: options.calibration_samples]
+    return pieces[: options.calibration_samples or WINDOWS]
 
 
 def sound_batches(
@@ -73,8 +82,8 @@ def sound_batches(
     """Batches of one piece: the spectrogram, its positions with speech as `attention_mask`, and several transcripts.
 
     They are in one row, each with positions from 0 on: the transcript without and with times, because engines ask for
-    times and users do not, and samples of the teacher. A few thousand tokens alone would show too little of the
-    decoder. Positions of the prompt, which no model predicts, are no labels.
+    times and users do not, and some with errors. A few thousand tokens alone would show too little of the decoder.
+    Positions of the prompt, which no model predicts, are no labels.
     """
     config = model.generation_config = teacher.generation_config
     extractor, tokenizer = teacher.need_extractor(), teacher.need_tokenizer()
@@ -85,8 +94,7 @@ def sound_batches(
         for piece in Step("transcribing", pieces, unit="piece"):
             heard = hear(model, tokenizer, extractor, piece, language)
             prompt, timed = (prompt_of(config, heard.language, times=times) for times in (False, True))
-            spoken = heard.states[:, torch.from_numpy(piece.spoken).to(model.device)]
-            samples = _generate(model, spoken, prompt, SAMPLES, most=2 * len(heard.text) + 8)
+            samples = draw_errors(model, heard.states, prompt, heard.text)
             rows = [(prompt, heard.text), (timed, add_times([(len(piece.wave), heard.text)], config))]
             rows += [(prompt, sample) for sample in samples]
             batch = _pack(rows, model.config.max_position_embeddings)
@@ -123,7 +131,7 @@ def hear(
             language = tokenizer.convert_ids_to_tokens(found.tolist())[0].strip("<|>")
     states = encoded.last_hidden_state
     if piece.text is None:
-        (text,) = _generate(model, states, prompt_of(config, language), 1)
+        text = _generate(model, states, prompt_of(config, language))
     else:
         text = transcript_tokens(tokenizer, piece.text, config)
     return Heard(features, states, language, text)
@@ -144,16 +152,29 @@ def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
 
 
 @torch.inference_mode()
-def _generate(
-    model: PreTrainedModel, states: Tensor, prompt: list[int], number: int, most: int | None = None
-) -> list[list[int]]:
-    """The likeliest tokens after a prompt, or so many samples, each with the end, for the encoder's states."""
+def draw_errors(model: PreTrainedModel, states: Tensor, prompt: list[int], text: list[int]) -> list[list[int]]:
+    """Transcripts in which every token is drawn from what the model predicts after the tokens before it in `text`.
+
+    They hold its likely errors. Samples of whole transcripts would take a pass for each token.
+    """
+    end = model.config.eos_token_id
+    inputs = torch.tensor([[*prompt, *text[:-1]]], device=states.device)
+    with fast_products(model.device):
+        encoded = BaseModelOutput(last_hidden_state=states)
+        logits = model(encoder_outputs=encoded, decoder_input_ids=inputs, use_cache=False).logits
+    logits = logits[0, len(prompt) - 1 : -1, :end].float()
+    if not len(logits):
+        return []
+    return [[*row, end] for row in logits.softmax(-1).multinomial(SAMPLES, replacement=True).T.tolist()]
+
+
+@torch.inference_mode()
+def _generate(model: PreTrainedModel, states: Tensor, prompt: list[int]) -> list[int]:
+    """The likeliest tokens after a prompt, with the end, for the encoder's states."""
     own, end = model.generation_config, model.config.eos_token_id
-    limit = model.config.max_target_positions - len(prompt)
     settings = GenerationConfig(
         **{name: getattr(own, name) for name in RULES},
-        do_sample=number > 1,
-        max_new_tokens=min(most or limit, limit),
+        max_new_tokens=model.config.max_target_positions - len(prompt),
         eos_token_id=end,
         pad_token_id=end,
     )
@@ -162,10 +183,10 @@ def _generate(
         with fast_products(model.device):
             tokens = GenerationMixin.generate(
                 model,
-                encoder_outputs=BaseModelOutput(last_hidden_state=states.expand(number, -1, -1)),
-                decoder_input_ids=torch.tensor([prompt] * number, device=states.device),
+                encoder_outputs=BaseModelOutput(last_hidden_state=states),
+                decoder_input_ids=torch.tensor([prompt], device=states.device),
                 generation_config=settings,
             )
     finally:
         model.generation_config = own
-    return [[*(token for token in row if token != end), end] for row in tokens[:, len(prompt) :].tolist()]
+    return [*(token for token in tokens[0, len(prompt) :].tolist() if token != end), end]

@@ -94,6 +94,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     """Choose the form of every site of a teacher, and make the smaller model, unless the run is `dry`."""
     asked_study, study = study, resolve_study(options, study)
     device = check_device(options.device)
+    if options.vocabulary and reads_sound(checkpoint.config):
+        raise OptionError("vocabulary", f" is for text; {checkpoint.name} is a model for speech: remove it")
     whole = trim(checkpoint, choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     teacher = shorten(whole, {"encoder": options.encoder_layers, "decoder": options.decoder_layers})
     dense = share_layers(teacher, options, study)

@@ -25,10 +25,12 @@ from ..engines.write import check_engine, expands_low_rank
 from ..evaluation.comparison import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
+from ..evaluation.transcribe import reads_sound
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..hub import Push, check_push, push_folder
 from ..in_memory import identify, on_disk
 from ..languages import split_language, split_prefix
+from ..loading import resolve_source
 from ..options import takes, values_of
 from ..recovery import check_reports
 from ..results import Result
@@ -128,6 +130,10 @@ def compress(call: CompressArguments) -> Compression:
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
     overwrite = call.overwrite or is_only_planned
     with on_disk(call.tokenizer, call.model) as (teacher,):
+        if reads_sound(resolve_source(teacher)):
+            raise ValueError(
+                f"{teacher} is a model for speech, which compress does not support: call convert, recover and export"
+            )
         read_source(call.model, call.to, call.tokenizer)
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})

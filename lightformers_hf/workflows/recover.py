@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
@@ -25,10 +24,10 @@ from transformers import (
 )
 
 from ..arguments import BEGAN, RecoverArguments
-from ..checkpoints.teacher import reads_sound
 from ..deprecated import renamed_arguments
 from ..engines.engine import ONE_OUTPUT
 from ..evaluation.quality import check_metrics
+from ..evaluation.transcribe import reads_sound
 from ..files import (
     RECORD_FILE,
     check_output,
@@ -138,7 +137,7 @@ def start_run(
 ) -> Run:
     """Load the two models and the text. Raises `ValueError` where they do not fit, or as `load_parallel`."""
     on_cpu, folder = trains_on_cpu(call.device), resolve_source(light)
-    kind = SoundRun if reads_sound(load_pretrained(AutoConfig, folder)) else Run
+    kind = SoundRun if reads_sound(folder) else Run
     tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
     attention = kind.cpu_attention if on_cpu else None
     model = kind.load_model(folder, tokenizer, (call.source_lang, call.target_lang), attention, dropout=False)

@@ -31,6 +31,7 @@ from ..speech import (
     check_language,
     cut_pieces,
     find_sounds,
+    join_lengths,
     prompt_of,
     save_extractor,
     transcript_tokens,
@@ -91,6 +92,7 @@ class SoundRun(Run):
     def read_sound(self, data: str) -> Dataset:
         """Names of pieces, and transcripts. The teacher transcribes for a quarter of the time at most."""
         language, column = self.languages
+        self.distiller.generation_config = self.model.generation_config  # complete since the conversion
         check_language(self.distiller.generation_config, language, str(self.teacher))
         sounds = find_sounds(data, column=column)
         random.Random(self.call.seed).shuffle(sounds)
@@ -105,6 +107,13 @@ class SoundRun(Run):
                 name = f"{data}/{sound.name}#{number}"
                 if self.resumes and (data, name) not in known:
                     continue
+                if self.call.translations and data == self.data:
+                    piece = replace(piece, text=None)
+                elif self.call.translations is False and piece.text is None:
+                    raise OptionError(
+                        "translations",
+                        f" is False, but {name} has no transcript: remove it, and the teacher transcribes",
+                    )
                 if not self.resumes:
                     heard = hear(self.distiller, self.tokenizer, self.extractor, piece, language)
                     text = self.tokenizer.decode(heard.text, skip_special_tokens=True).strip()
@@ -197,21 +206,12 @@ class SoundPool:
         """The windows of a batch, with and without times at random."""
         run, draw = self.run, random.Random(repr(rows))
         longest = RATE * run.extractor.chunk_length
-        joined: list[list[str]] = []
-        texts = dict(zip(self.pairs["source"], self.pairs["target"], strict=True))
-        for name in (self.pairs["source"][row] for row in rows):
-            wave = run.pieces[name].wave
-            fits = (
-                each
-                for each in joined
-                if run.spoken[each[0]] == run.spoken[name]
-                and sum(len(run.pieces[one].wave) for one in each) + len(wave) <= longest
-            )
-            if (found := next(fits, None)) is None:
-                joined.append([name])
-            else:
-                found.append(name)
-        return [run.window(names, [texts[name] for name in names], times=draw.random() < 0.5) for names in joined]
+        names, texts = ([self.pairs[side][row] for row in rows] for side in ("source", "target"))
+        lengths, kinds = [len(run.pieces[name].wave) for name in names], [run.spoken[name] for name in names]
+        return [
+            run.window([names[one] for one in group], [texts[one] for one in group], times=draw.random() < 0.5)
+            for group in join_lengths(lengths, longest, kinds)
+        ]
 
 
 class ScoredSound(torch.utils.data.Dataset):

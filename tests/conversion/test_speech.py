@@ -94,6 +94,24 @@ def english_only(root, folder):
     return folder
 
 
+def with_old_generation(root, folder):
+    """As of models that were trained with early versions of transformers."""
+    shutil.copytree(root / "whisper", folder)
+    file = folder / "generation_config.json"
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length")
+    file.write_text(json.dumps({name: json.loads(file.read_text())[name] for name in names}))
+    return folder
+
+
+def test_an_old_generation_configuration_is_completed(root, tmp_path):
+    old = with_old_generation(root, tmp_path / "old")
+    convert(old, tmp_path / "light", ratio=2, calibration=str(root / "without"), progress=False)
+    found, expected = (AutoModelForSpeechSeq2Seq.from_pretrained(one).generation_config
+                       for one in (tmp_path / "light", root / "whisper"))  # fmt: skip
+    for name in ("no_timestamps_token_id", "is_multilingual", "lang_to_id", "task_to_id"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -101,6 +119,7 @@ def english_only(root, folder):
         (None, {"calibration": "silent"}, "is silent: expected speech"),
         (None, {"calibration": "with", "source_lang": "fr"}, "the language is 'fr'; .* transcribes de, en"),
         (None, {"calibration": "with", "calibration_samples": 99}, "holds 12 pieces with speech"),
+        (None, {"calibration": "with", "vocabulary": ("texts",)}, "vocabulary is for text; whisper is a model for"),
         (without_extractor, {"calibration": "with"}, "holds no feature extractor"),
         (english_only, {"calibration": "with", "source_lang": "de"}, "transcribes English only: remove the language"),
     ],
