@@ -71,11 +71,12 @@ def transcribe(
     for start in tqdm(range(0, len(sounds), batch_size), desc="transcribing", unit="batch", disable=not progress):
         waves = [sound.read() for sound in sounds[start : start + batch_size]]
         options: dict[str, Any] = {}
+        rules = dict(known)
         if any(len(wave) > longest for wave in waves):
             options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
-            known["return_timestamps"] = True
+            rules["return_timestamps"] = True
         inputs = extractor(waves, sampling_rate=RATE, return_tensors="pt", **options).to(model.device)
-        tokens = model.generate(**inputs, num_beams=num_beams, max_new_tokens=most, do_sample=False, **known)
+        tokens = model.generate(**inputs, num_beams=num_beams, max_new_tokens=most, do_sample=False, **rules)
         texts += processor.batch_decode(tokens, skip_special_tokens=True)
     return [text.strip() for text in texts]
 
