@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MOST_SECONDS = 7200  # of sound, which stays in memory
 PIECE = 400  # what a piece counts of the tokens of a batch
 TRIED = 4  # pieces whose transcription is timed
+FEWEST = 20  # pieces that are transcribed, however short the time is
 
 
 class SoundRun(Run):
@@ -123,7 +124,11 @@ class SoundRun(Run):
                 rows["source"].append(name)
                 rows["target"].append(text)
                 seconds += len(piece.wave) / RATE
-            if not self.resumes and (time.monotonic() > end or seconds > MOST_SECONDS) and len(rows["source"]) > TRIED:
+            if (
+                not self.resumes
+                and (time.monotonic() > end or seconds > MOST_SECONDS)
+                and len(rows["source"]) >= FEWEST
+            ):
                 break
         if not rows["source"]:
             raise ValueError(f"{data} is silent: expected speech")
