@@ -124,11 +124,8 @@ class SoundRun(Run):
                 rows["source"].append(name)
                 rows["target"].append(text)
                 seconds += len(piece.wave) / RATE
-            if (
-                not self.resumes
-                and (time.monotonic() > end or seconds > MOST_SECONDS)
-                and len(rows["source"]) >= FEWEST
-            ):
+            is_enough = time.monotonic() > end or seconds > MOST_SECONDS
+            if not self.resumes and is_enough and len(rows["source"]) >= FEWEST:
                 break
         if not rows["source"]:
             raise ValueError(f"{data} is silent: expected speech")

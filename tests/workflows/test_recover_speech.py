@@ -48,7 +48,7 @@ def test_it_recovers(data, root, tmp_path):
 
 def test_it_resumes_with_the_same_transcripts(root, tmp_path, monkeypatch):
     def interrupt(self, args, state, control, **_):
-        if state.global_step == 2:
+        if state.global_step:
             raise KeyboardInterrupt
 
     options = {"teacher": root / "whisper", "data": str(root / "without"), "minutes": 0.02, "progress": False}
@@ -58,7 +58,7 @@ def test_it_resumes_with_the_same_transcripts(root, tmp_path, monkeypatch):
     kept = read_json(tmp_path / "out/translations.json"), read_json(tmp_path / "out/validation.json")
     monkeypatch.undo()
     monkeypatch.setattr("lightformers_hf.workflows.recover_speech.hear", lambda *_: pytest.fail("transcribed again"))
-    assert recover(root / "near", tmp_path / "out", **options).steps >= 2
+    assert recover(root / "near", tmp_path / "out", **options).steps >= 1
     assert kept == (read_json(tmp_path / "out/translations.json"), read_json(tmp_path / "out/validation.json"))
 
 
