@@ -16,17 +16,16 @@ import argparse
 import json
 from pathlib import Path
 
+import soundfile
 import torch
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
-
-from lightformers_hf.speech import cut_pieces, find_sounds
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", help="a Whisper checkpoint")
     parser.add_argument("output", help="the folder to write")
-    parser.add_argument("--calibration", required=True, help="a folder of speech")
+    parser.add_argument("--calibration", required=True, help="a folder of .flac files of 16 kHz, at most 30 seconds")
     parser.add_argument("--ratio", type=float, default=2.0, help="of the encoder's linear weights")
     parser.add_argument("--json", help="file for the number of weights before and after")
     return parser.parse_args()
@@ -60,9 +59,9 @@ def main() -> None:
     arguments = parse_arguments()
     model = AutoModelForSpeechSeq2Seq.from_pretrained(arguments.model, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(arguments.model)
-    extractor, positions = processor.feature_extractor, model.config.max_source_positions
-    pieces = cut_pieces(find_sounds(arguments.calibration), seconds=extractor.chunk_length, positions=positions)
-    features = [extractor(one.wave, sampling_rate=16000, return_tensors="pt").input_features for one in pieces]
+    waves = (soundfile.read(file) for file in sorted(Path(arguments.calibration).glob("*.flac")))
+    extractor = processor.feature_extractor
+    features = [extractor(wave, sampling_rate=rate, return_tensors="pt").input_features for wave, rate in waves]
     modules = model.get_encoder().named_modules()
     layers = {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
     spectra = {}
