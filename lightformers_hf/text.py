@@ -15,11 +15,9 @@ import json
 import logging
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +34,6 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
 ROWS = 10_000  # read together
-NO_ROWS = ("corresponds to no data", "at least one example")  # messages of the library for a file without rows
 READING_ERRORS = (ValueError, EOFError, OSError, zlib.error, RecursionError)  # of files that are damaged
 RETURN = "holds a carriage return (\\r) within a text, where a row ends for most programs: replace it"
 Bad = dict[str, str] | None  # {place of a damaged line that is skipped: reason}; `None`: such lines are errors
@@ -44,7 +41,6 @@ LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is
 HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
 LANGUAGE = r"[a-z]{2}([_-].*)?|[a-z]{3}_[A-Z][a-z]{3}"  # codes, also those of NLLB
 OTHER_NAME = re.compile(rf"(?!({LANGUAGE})$)[\w.-]+")  # of a column: no language, and no sentence
-PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
 
 # --- Columns of text
@@ -486,7 +482,6 @@ def _load(path: Path, suffix: str, first: int | None = None, bad: Bad = None) ->
     """A file that is there, read as one of a type; no row where it holds none."""
     from datasets import Dataset
     from datasets.config import HF_DATASETS_CACHE
-    from datasets.exceptions import DatasetGenerationError
 
     try:
         if first is not None:
@@ -494,21 +489,16 @@ def _load(path: Path, suffix: str, first: int | None = None, bad: Bad = None) ->
         with path.open("rb") as file:  # the key of the cache is the content and the reader
             content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
-        if suffix == ".parquet":  # by default, as many rows are read together as come first
-            return Dataset.from_parquet(exact_name(path), config_id=identity, batch_size=ROWS)
         target = Path(HF_DATASETS_CACHE, "lightformers", f"{identity}.arrow")
         if not target.is_file():
             _write_arrow(path, suffix, target)
         return Dataset.from_file(str(target))
     except StopIteration:
         return Dataset.from_dict({})
-    except (*READING_ERRORS, DatasetGenerationError) as error:
-        reason = error.__cause__ or error
-        if any(words in f"{error} {reason}" for words in NO_ROWS):
-            return Dataset.from_dict({})
-        if trouble := explain_unwritable(reason, "datasets library", HF_DATASETS_CACHE):
+    except READING_ERRORS as error:
+        if trouble := explain_unwritable(error, "datasets library", HF_DATASETS_CACHE):
             raise trouble from error
-        raise unreadable(path, suffix, reason) from error
+        raise unreadable(path, suffix, error) from error
 
 
 def unreadable(path: str | Path, suffix: str, reason: object) -> ValueError:
@@ -535,10 +525,20 @@ def _write_arrow(path: Path, suffix: str, target: Path) -> None:
     """Write the rows of a file as a mapped table."""
     import pyarrow
     from datasets import Dataset
+    from pyarrow import parquet
 
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if suffix == ".parquet":
+        with (
+            parquet.ParquetFile(path) as file,
+            write_whole(target) as opened,
+            pyarrow.ipc.new_stream(opened, file.schema_arrow) as writer,
+        ):
+            for batch in file.iter_batches(batch_size=ROWS):
+                writer.write_batch(batch)
+        return
     features = _find_features(read_rows(path, suffix), suffix)
     rows = _complete_rows(read_rows(path, suffix), features)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(target) as opened, pyarrow.ipc.new_stream(opened, features.arrow_schema) as writer:
         while chunk := list(islice(rows, ROWS)):
             writer.write_table(Dataset.from_list(chunk, features=features).data.table)
@@ -741,23 +741,3 @@ def decode_line(line: bytes, number: int) -> str:
             f"line {number} is not UTF-8 ({place}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was Latin-1), "
             "or mend the line"
         ) from None
-
-
-def exact_name(path: Path) -> str:
-    """A name by which the datasets library reads `path` and nothing else: that of a link, where it would take
-    characters for a pattern, a variable or a chain of archives (`[`, `*`, `?`, `$`, `::`). Links go with this process.
-    """
-    path = Path(os.path.abspath(path))
-    if PLAIN_NAME.fullmatch(str(path)):
-        return str(path)
-    endings = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])  # `.jsonl`, `.jsonl.gz`
-    link = Path(_links().name, hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
-    if not link.is_symlink():
-        link.symlink_to(path)
-    return str(link)
-
-
-@cache
-def _links() -> tempfile.TemporaryDirectory:
-    """A folder for links, which is removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="lightformers-")

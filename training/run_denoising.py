@@ -18,11 +18,15 @@ perplexity is that of its loss, which is the mean of the batches' means.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +53,11 @@ from transformers import (
 )
 
 from lightformers_hf.recovery import RecoveryTrainer
-from lightformers_hf.text import exact_name
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")  # the space stays with the sentence behind it: so pieces stay words'
 ROWS = 256  # tokenized at once
+PLAIN_NAME = re.compile(r"[\w/. +,=@-]*")
 
 
 @dataclass
@@ -221,6 +225,26 @@ def load_stream(names: list[str], column: str, *, hub: bool = False, split: str 
         raise ValueError(f"{names[0]}, column {column!r}: expected text, found {first[column]!r}.")
     rows = rows.select_columns([column])
     return rows if column == "text" else rows.rename_column(column, "text")
+
+
+def exact_name(path: Path) -> str:
+    """A name by which the datasets library reads `path` and nothing else: that of a link, where it would take
+    characters for a pattern, a variable or a chain of archives (`[`, `*`, `?`, `$`, `::`). Links go with this process.
+    """
+    path = Path(os.path.abspath(path))
+    if PLAIN_NAME.fullmatch(str(path)):
+        return str(path)
+    endings = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])  # `.jsonl`, `.jsonl.gz`
+    link = Path(_links().name, hashlib.sha256(os.fsencode(path)).hexdigest()[:16] + endings)
+    if not link.is_symlink():
+        link.symlink_to(path)
+    return str(link)
+
+
+@cache
+def _links() -> tempfile.TemporaryDirectory:
+    """A folder for links, which is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="lightformers-")
 
 
 class DenoisingTrainer(RecoveryTrainer):
