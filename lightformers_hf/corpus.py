@@ -269,6 +269,7 @@ class Corpus:
     def _start(self) -> None:
         self.rows, self.without = 0, frozenset[str]()
         self.table: Pairs | None = None
+        self._last: tuple[tuple, Pairs] | None = None  # (seed, epoch, number, without), and the pool
         self._begins = np.concatenate([[0], np.cumsum([one.blocks for one in self.sources])]).astype(int)
 
     @property
@@ -410,7 +411,8 @@ class Corpus:
     def pools(self, seed: int, epoch: int, first: int = 0) -> Iterator[tuple[int, Pairs]]:
         """(number, up to `POOL` rows) of all rows of an epoch in a random order, from the pool `first` on.
 
-        Blocks come in a random order, `WAYS` of them in turn. A small corpus is always the same pool.
+        Blocks come in a random order, `WAYS` of them in turn. A small corpus is always the same pool. The last pool is
+        kept: a recovery reads its first one to count steps, to time them, and to train.
         """
         if self.table is not None:
             yield from [(0, self.table)][first:] if self.table["source"] else ()
@@ -419,9 +421,12 @@ class Corpus:
         rows, number = take_turns(self._read_block(int(block)) for block in order), 0
         while part := list(islice(rows, POOL)):
             if number >= first:
-                pairs = self._columns(pair for pair in self.parse(part) if pair[0] not in self.without)
-                if pairs["source"]:
-                    yield number, pairs
+                key = (seed, epoch, number, self.without)
+                if self._last is None or self._last[0] != key:
+                    pairs = self._columns(pair for pair in self.parse(part) if pair[0] not in self.without)
+                    self._last = key, pairs
+                if self._last[1]["source"]:
+                    yield number, self._last[1]
             number += 1
 
     def _columns(self, pairs: Iterable[tuple[str, str]]) -> Pairs:

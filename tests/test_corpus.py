@@ -136,6 +136,15 @@ def test_a_small_corpus_is_one_pool_that_is_read_once(tmp_path):
     assert first is second
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_the_last_pool_is_kept_until_other_rows_are_held_out(tmp_path):
+    corpus = Corpus(write(tmp_path / "x.jsonl", make_rows(200)), **SIDES)
+    (_, first), (_, again) = (next(corpus.pools(0, 0)) for _ in range(2))
+    assert first is again
+    corpus.hold_out(first["source"][:1])
+    assert next(corpus.pools(0, 0))[1]["source"] == first["source"][1:]
+
+
 def test_a_name_that_exists_is_no_pattern(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     for name in ("a[1].jsonl", "a1.jsonl", "b,c.jsonl", "b", "c.jsonl", "d*.jsonl", "d1.jsonl"):
