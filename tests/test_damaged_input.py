@@ -235,6 +235,11 @@ def test_a_configuration_may_name_no_padding(run):
     run("convert dense out --rank 2 --method paper", codes=(0,))
 
 
+def test_one_table_of_two_stacks_that_have_separate_ones(run):
+    change("dense/config.json", share_encoder_decoder_embeddings=False)
+    run("convert dense out --ratio 1.1 --pattern .*embed_tokens=dense --method paper", codes=(0,))
+
+
 def test_no_position_for_text(run):
     change("dense/config.json", max_position_embeddings=1)
     assert "max_position_embeddings is 1 in dense" in run("convert dense out --ratio 2")

@@ -238,7 +238,8 @@ def match_tensors(
             names[name] = key
         elif name is not None and not family.is_computed(name, config):
             unknown.append(key)
-    for name in (f"model.{stack}.embed_tokens.weight" for stack in STACKS if shared):
+    tables = [f"model.{stack}.embed_tokens.weight" for stack in STACKS]
+    for name in tables if shared else ():
         names.setdefault(name, shared)
     for name, key in repeats:  # a checkpoint may keep any one name of a tied tensor, or several
         first = names.setdefault(name, key)
@@ -269,7 +270,10 @@ def match_tensors(
             )
     for key in names.values():
         check_finite(tensors[key], key, where)
-    return {name: tensors[names[name]].float() if name in names else omitted[name] for name in expected}
+    found = {name: tensors[names[name]].float() if name in names else omitted[name] for name in expected}
+    if shared and names[tables[0]] == names[tables[1]]:  # saved as two tensors
+        found[tables[1]] = found[tables[1]].clone()
+    return found
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
