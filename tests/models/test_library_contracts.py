@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.cases import make_config, make_model, model_class
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 from transformers.utils.logging import get_logger
 
 VARIANTS = ("lightformer", "subformer-sandwich", "partialformer")
@@ -15,6 +15,15 @@ def test_a_vocabulary_of_another_size_is_drawn_anew(variant, tmp_path):
     options = {"vocab_size": 50, "ignore_mismatched_sizes": True}
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, **options)
     assert model.get_output_embeddings().weight.shape[0] == model.config.decoder_vocab_size == 50
+
+
+def test_a_classifier_has_another_vocabulary(tmp_path):
+    make_model("SequenceClassification", "lightformer").save_pretrained(tmp_path)
+    options = {"vocab_size": 50, "ignore_mismatched_sizes": True}
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, **options)
+    assert classifier.get_input_embeddings().num_embeddings == 50
+    classifier.config.vocab_size = 60
+    assert type(classifier)(classifier.config).get_input_embeddings().num_embeddings == 60
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
