@@ -50,6 +50,7 @@ SHORTEST, LONGEST = 0.3, 3.0
 # Bytes of the libraries, and how often the model is in memory in float32, at most: teacher, result, activations.
 LIBRARIES, COPIES = 1.4e9, 2.8
 
+CLOSE = 1.1  # divergences from the teacher that are equal but for chance
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
 
@@ -121,14 +122,16 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         proposals = {AUTO: proposals[AUTO]}
     listed = {name: {"cost": round(one.cost, DIGITS)} for name, one in proposals.items() if one.cost is not None}
     best, method = None, AUTO
+    agreements: dict[str, Agreement] = {}
     if len(proposals) > 1 and not dry:
         every = thin_out(measured.calibration)
         for name, proposal in proposals.items():
             found = make(proposal.chosen, originals, measured, refits=refits, every=every)
             listed[name]["divergence"] = round(found.divergence, DIGITS)
             if shows_progress():
-                tqdm.write(f"{name}: {found.divergence:.4f} nats from the teacher", file=sys.stderr)
-            if best is None or found.divergence < best.divergence:
+                tqdm.write(f"{name} {found.agreement}", file=sys.stderr)
+            agreements[name] = found.agreement
+            if name == nearest(agreements):
                 best, method = found, name
         best = best if every == 1 else None  # otherwise made again, with all text
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
@@ -147,6 +150,13 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         processor=describe_work(device),
     )
     return Compressed(teacher, model, report)
+
+
+def nearest(agreements: Mapping[str, Agreement]) -> str:
+    """Return the name with the smallest divergence; of those within `CLOSE` times it, that with most equal outputs."""
+    least = CLOSE * min(agreement.divergence for agreement in agreements.values())
+    close = [name for name, agreement in agreements.items() if agreement.divergence <= least]
+    return max(close, key=lambda name: (agreements[name].exact or 0, -agreements[name].divergence))
 
 
 def make(

@@ -17,6 +17,7 @@ from lightformers_hf.conversion import refit
 from lightformers_hf.conversion import sensitivity as calibration
 from lightformers_hf.conversion.calibration_text import greedy_outputs, hold_out
 from lightformers_hf.conversion.card import model_card
+from lightformers_hf.conversion.convert import nearest
 from lightformers_hf.conversion.refit import compare
 from lightformers_hf.conversion.report import OWN_TEXT, Agreement, ModelFacts, read_report, write_report
 
@@ -139,7 +140,7 @@ def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(
         for method in ("auto", "low-rank", "narrow")
     }
     found = {method: report.agreement.divergence for method, report in reports.items()}
-    assert found["auto"] <= min(found.values()) * (1.001 if batch == 1024 else 1.2)
+    assert found["auto"] <= min(found.values()) * (1.1 if batch == 1024 else 1.2)
     assert found["low-rank"] != found["narrow"]
     candidates = reports["auto"].candidates
     assert (candidates["low-rank"]["divergence"] == pytest.approx(found["low-rank"])) == (batch == 1024)
@@ -232,3 +233,12 @@ def test_unusual_teachers_are_converted(sure_teacher, tmp_path, change):
         columns = {"calibration": text, "source_lang": "source", "target_lang": "target"} if text else {}
         report = convert(tmp_path / "teacher", tmp_path / name, ratio=2, progress=False, **columns)
         assert report.agreement.share > 0.5
+
+
+def test_equal_outputs_decide_between_candidates_that_are_as_near():
+    def agreement(divergence: float, exact: float | None) -> Agreement:
+        return Agreement(share=0.9, tokens=9, held_out=True, divergence=divergence, exact=exact, texts=100)
+
+    assert nearest({"a": agreement(0.105, 0.7), "b": agreement(0.1, 0.6), "c": agreement(0.2, 0.9)}) == "a"
+    assert nearest({"a": agreement(0.105, 0.6), "b": agreement(0.1, 0.6)}) == "b"
+    assert nearest({"a": agreement(0.105, None), "b": agreement(0.1, None)}) == "b"
