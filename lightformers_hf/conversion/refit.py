@@ -28,7 +28,7 @@ from .sensitivity import (
     SHRINKAGE,
     Batch,
     Calibration,
-    at_least,
+    adapt_share,
     cut_batches,
     encoder_inputs,
     memory_mask,
@@ -262,7 +262,8 @@ class Regression:
             mean_in, mean_out = torch.zeros_like(mean_in), torch.zeros_like(mean_out)
         variance, covariance = square - mean_in**2, product - mean_in * mean_out
         # Weights from the outputs of the norm, so that features count equally, whatever their gain.
-        scale = (covariance / variance + self.ridge) / (1 + self.ridge)
+        ridge = adapt_share(self.ridge, self.used, name)
+        scale = (covariance / variance + ridge) / (1 + ridge)
         scale = 1 + self.share * (torch.where(variance > CONSTANT * square, scale, 1) - 1)
         scale, shift = (each.float().to(norm.weight.device) for each in (scale, mean_out - mean_in * scale))
         new = {"weight": norm.weight * scale} | ({"bias": norm.bias * scale + shift} if centred else {})
@@ -279,10 +280,7 @@ class Regression:
             # Nearly constant inputs leave a covariance of rounding errors; inputs that are always zero leave none.
             seen = inputs.moment(centred=False).diagonal().mean()
             covariance = inputs.moment(centred=centred)
-            stream = stream_of(next(iter(some)))
-            sound = [batch for batch in self.used if "input_features" in batch]
-            tokens = sum(int(token_mask(batch, stream).sum()) for batch in sound)
-            share = at_least(self.ridge, len(covariance), tokens)
+            share = adapt_share(self.ridge, self.used, next(iter(some)), len(covariance))
             ridge = max(share * covariance.diagonal().mean(), CONSTANT * seen)
             matrices = {}  # the fit is shrunk towards them: the teacher's if its layer has these inputs
             for name, layer in some.items():
@@ -311,7 +309,8 @@ class Regression:
         if self.calibration is None:
             return Metric(Damped(covariance, SHRINKAGE), Damped.identity(width, covariance))
         columns = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
-        return Metric(Damped(covariance, self.calibration.shrinkage), columns)
+        share = adapt_share(self.calibration.shrinkage, self.used, name)
+        return Metric(Damped(covariance, share), columns)
 
 
 def _find_modules(model: PreTrainedModel, *paths: str) -> tuple[list[str], list[str]]:

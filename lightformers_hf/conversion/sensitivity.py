@@ -25,9 +25,10 @@ from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, f
 
 # Share of the mean variance of inputs that is added to C: random tokens show other inputs than real text.
 SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
-# For sound, shares rise above these where an input has more features than this part of the number of tokens: a few
-# thousand tokens of transcripts show little of 2,048 neurons.
-FEW = 8
+# For sound, shares of positions of the encoder, here and in a refit: 1e-2 gave a higher divergence on other speech.
+# Shares of transcripts rise where an input has more features than this part of the number of tokens: a few thousand
+# tokens show little of 2,048 neurons.
+SOUND_SHARE, FEW = 1e-3, 8
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
@@ -245,18 +246,20 @@ class Calibration:
         counts = [part.count or 1 for part in parts]  # none where all inputs or gradients are zero
         second = _mean([part.inputs.div_(count) for part, count in zip(parts, counts, strict=True)])
         mean = _mean([part.vectors["mean"].double() / count for part, count in zip(parts, counts, strict=True)])
-        is_sound = any("input_features" in batch for batch in self.batches)
-        tokens = sum(map(len, self._token_weights.get(names[0], ()))) if is_sound else 0
-        second.diagonal().add_(at_least(self.shrinkage, len(second), tokens) * second.diagonal().mean())
+        share = adapt_share(self.shrinkage, self.batches, names[0], len(second))
+        second.diagonal().add_(share * second.diagonal().mean())
         return second, mean
 
     def token_weights(self, names: list[str]) -> Tensor:
         """Return weights of all tokens, in their order: the sensitivity of the loss at layers of one input.
 
-        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide.
+        They are the root of Σ |g|² / E[|g|²]: without the root, few tokens would decide. In an encoder of sound they
+        are the root of that, because the gradients at a few minutes of speech say little of other speech.
         """
         found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
-        return sum(weights / count if count else torch.ones_like(weights) for weights, count in found).sqrt()
+        weights = sum(part / count if count else torch.ones_like(part) for part, count in found).sqrt()
+        is_sound = any("input_features" in batch for batch in self.batches)
+        return weights.sqrt() if is_sound and names[0].startswith("model.encoder.") else weights
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""
@@ -315,8 +318,18 @@ class Calibration:
         return module_name
 
 
-def at_least(share: float, features: int, tokens: int) -> float:
-    """Return `share`, or a larger one if there are few `tokens` for each feature of an input; unknown ones are 0."""
+def adapt_share(share: float, batches: Sequence[Batch], name: str, features: int = 0) -> float:
+    """Return the share of the mean variance that is added to inputs of a module: of text, `share` itself.
+
+    Of sound, positions of the encoder are many and alike, which takes less. Tokens of transcripts are few for each of
+    many `features`, which takes more.
+    """
+    sound = [batch for batch in batches if "input_features" in batch]
+    if not sound:
+        return share
+    if stream_of(name) == "source":
+        return SOUND_SHARE
+    tokens = sum(int(token_mask(batch, "target").sum()) for batch in sound)
     return max(share, features / (FEW * tokens)) if tokens else share
 
 
