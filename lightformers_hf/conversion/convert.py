@@ -114,7 +114,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         check_outputs(checkpoint)
     measured = Measured(teacher)
     if "weight" in steps or ("bridge" in steps and not dry):
-        measured = measure(whole, teacher, options, study, removed, bridges="bridge" in steps, device=device)
+        kind = {"bridges": "bridge" in steps, "compares": not dry, "device": device}
+        measured = measure(whole, teacher, options, study, removed, **kind)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
     proposals = choose(units, originals, options, study)
     refits = "refit" in steps
@@ -224,11 +225,13 @@ def measure(
     removed: float | None,
     *,
     bridges: bool,
+    compares: bool,
     device: torch.device,
 ) -> Measured:
     """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity.
 
-    Sensitivity is not measured if the share of parameters that is `removed` is `None`.
+    Sensitivity is not measured if the share of parameters that is `removed` is `None`. The teacher's outputs are made
+    where the call `compares` models.
     """
     pairs: Any = (draw_pieces if reads_sound(whole.config) else draw_pairs)(whole, options, study)
     if shows_progress() and device.type == "cpu":
@@ -259,7 +262,7 @@ def measure(
         )
     sentences = {fingerprint(sentence) for sentence in texts}
     agreed, outputs = batches if held is None else held, []
-    if whole.feature_extractor is None:
+    if compares and whole.feature_extractor is None:
         translated = pairs is None or "target" not in pairs.column_names
         outputs = greedy_outputs(model, whole, agreed, translated=translated)
     return Measured(teacher, model, calibration, agreed, outputs, held is not None, sorted(sentences))

@@ -79,15 +79,23 @@ HEAVY = ("_linalg_eigh", "linalg_cholesky_ex", "_linalg_svd", "linalg_solve_tria
 def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monkeypatch, options):
     """Bit for bit what the CPU gives, with no tensor of it among those of the device."""
     options = {name: text if value == "TEXT" else value for name, value in options.items()} | {"progress": False}
+    module = sys.modules["lightformers_hf.conversion.convert"]
+    find_outputs, outputs = module.greedy_outputs, []
+
+    def outputs_of_the_cpu(*args, **kwargs):  # generate() asks the device for single numbers
+        outputs[:] = outputs or find_outputs(*args, **kwargs)
+        return outputs
+
+    monkeypatch.setattr(module, "greedy_outputs", outputs_of_the_cpu)
     if "calibration" in options:
         options["calibration_samples"] = 8
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a worker has
     with sdpa_kernel(SDPBackend.MATH):  # the one that the device has
         convert(tiny_marian, tmp_path / "cpu", **options)
-        monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_device", lambda name: ELSEWHERE)
+        monkeypatch.setattr(module, "check_device", lambda name: ELSEWHERE)
         # The teacher is compared with its own class on the CPU.
-        monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_outputs", lambda teacher: None)
+        monkeypatch.setattr(module, "check_outputs", lambda teacher: None)
         with accelerator() as device:
             convert(tiny_marian, tmp_path / "device", **options)
     torch.set_num_threads(threads)
@@ -103,6 +111,7 @@ def test_everything_is_computed_on_the_device(tiny_marian, text, tmp_path, monke
 def test_a_device_without_float64_runs_the_models_alone(tiny_marian, text, tmp_path, monkeypatch):
     """As Apple's: sums and decompositions are the CPU's, and nothing on the device is a float64."""
     monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "check_device", lambda name: ELSEWHERE)
+    monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "greedy_outputs", lambda *_, **__: [])
     for module in ("convert", "refit", "sensitivity"):
         name = f"lightformers_hf.conversion.{module}"
         monkeypatch.setattr(sys.modules[name], "algebra_device", lambda device: torch.device("cpu"))
