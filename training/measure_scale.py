@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from common import run_script
 
 from lightformers_hf import convert, distill, recover
 from lightformers_hf.recovery import RecoveryTrainer
-from lightformers_hf.workflows import distill as distilling
-from lightformers_hf.workflows import run as recovering
 
+# Modules whose steps are watched: no public names.
+distilling, recovering = (import_module(f"lightformers_hf.workflows.{name}") for name in ("distill", "run"))
 WAYS: dict[str, dict[str, Any]] = {"one process": {"processes": 1}, "two processes": {"processes": 2}}
 WAYS |= {"Ray": {"ray": "auto"}} if find_spec("ray") else {}
 ROUNDS = 2
