@@ -412,7 +412,8 @@ def whisper_recovered(lab: Lab) -> Rows:
     lab.run(name, "recover", "whisper/2", name, "--teacher", "inputs/whisper-tiny.en", "--data", speech, "--minutes",
             30, "--overwrite")  # fmt: skip
     data = ("--data", "inputs/speech/validation", "--source-lang", "en", "--no-speed")
-    yield {"model": "recovered", "ratio": 2, **lab.run(f"{name}-validation", "evaluate", name, *data)["model"]["scores"]}
+    scores = lab.run(f"{name}-validation", "evaluate", name, *data)["model"]["scores"]
+    yield {"model": "recovered", "ratio": 2, **scores}
 
 
 def score_tests(lab: Lab, model: str) -> dict[str, float]:
