@@ -18,7 +18,10 @@ from pathlib import Path
 
 import soundfile
 import torch
+from common import run_script
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+
+from lightformers_hf.loading import load_pretrained
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,8 +60,8 @@ def measure(model: torch.nn.Module, layers: dict[str, torch.nn.Linear], features
 
 def main() -> None:
     arguments = parse_arguments()
-    model = AutoModelForSpeechSeq2Seq.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    processor = AutoProcessor.from_pretrained(arguments.model)
+    model = load_pretrained(AutoModelForSpeechSeq2Seq, arguments.model, dtype=torch.float32).eval()
+    processor = load_pretrained(AutoProcessor, arguments.model)
     waves = (soundfile.read(file) for file in sorted(Path(arguments.calibration).glob("*.flac")))
     extractor = processor.feature_extractor
     features = [extractor(wave, sampling_rate=rate, return_tensors="pt").input_features for wave, rate in waves]
@@ -103,9 +106,9 @@ def main() -> None:
     model.save_pretrained(arguments.output)
     processor.save_pretrained(arguments.output)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report))
+        Path(arguments.json).write_text(json.dumps(report), encoding="utf-8")
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
