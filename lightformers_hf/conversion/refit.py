@@ -595,7 +595,7 @@ def compare(
             exact += len(mask) - len(mask.nonzero()[differs, 0].unique())
     texts = sum(len(batch["labels"]) for batch in outputs)
     share = exact / texts if texts else None
-    nats = divergence / tokens
+    nats = max(0.0, divergence / tokens)  # rounding may leave less
     return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=nats, exact=share, texts=texts)
 
 
