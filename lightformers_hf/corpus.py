@@ -16,6 +16,7 @@ the same probability.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import logging
 import os
 from collections import deque
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BLOCK = 1 << 16  # bytes of a block of lines
+ENDS = 1 << 16  # bytes at the beginning and the end of a file of which there is a digest
 SHARD = 64  # blocks of lines of a shard
 HEAD = 1000  # rows that show the columns
 SPREAD = 1024  # blocks that a sample is drawn from, at most
@@ -215,7 +217,7 @@ class Corpus:
         skip_bad: whether damaged lines are counted, in `bad`, and skipped; otherwise they end the reading.
 
     Attributes:
-        files: the files of `data`, with their sizes in bytes; none of a data set of the Hub.
+        files: the files of `data`; none of a data set of the Hub.
         has_targets: whether there are pairs.
         rows: number of rows, about; known after a first sample.
         bad: places of damaged lines that were skipped.
@@ -248,11 +250,11 @@ class Corpus:
         head = head if skip_bad else select_texts(head, data, self.source, self.target)
         columns = [name for name in (self.source, self.target) if name]
         if names is None:
-            self.files: dict[str, int] = {}
+            self.files: list[str] = []
             self.sources: list[Source] = [TableRows(data, shard) for shard in _open_hub(data, split)]
         else:
             list_files(data, names)
-            self.files = {name: os.path.getsize(name) for name in names}
+            self.files = names
             self.sources = [self._open(name, columns) for name in names]
         self._start()
 
@@ -260,7 +262,7 @@ class Corpus:
     def of(cls, rows: Dataset, name: str = "text") -> Corpus:
         """The corpus that rows with columns `source` and maybe `target` are."""
         corpus = cls.__new__(cls)
-        corpus.name, corpus.bad, corpus.files, corpus.sources = name, None, {}, [TableRows(name, rows)]
+        corpus.name, corpus.bad, corpus.files, corpus.sources = name, None, [], [TableRows(name, rows)]
         corpus.source, corpus.prefix = "source", ""
         corpus.target = "target" if "target" in rows.column_names else None
         corpus._start()
@@ -280,6 +282,10 @@ class Corpus:
     @property
     def has_targets(self) -> bool:
         return self.target is not None
+
+    def describe_files(self) -> dict[str, list[int | str]]:
+        """{file: [its size, a digest of its first and last 64 KiB]}, by which a change between two runs is noticed."""
+        return {name: _describe(name) for name in self.files}
 
     def _open(self, name: str, columns: Collection[str]) -> Source:
         """A file as a source, whose first row is checked."""
@@ -465,3 +471,11 @@ def _open_hub(data: str, split: str) -> list[Dataset | IterableDataset]:
         return [load_dataset(name, configuration, split=split)]
     stream = load_dataset(name, configuration, split=split, streaming=True)
     return [stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)]
+
+
+def _describe(name: str) -> list[int | str]:
+    with open(name, "rb") as file:
+        digest, size = hashlib.blake2b(file.read(ENDS), digest_size=8), file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - ENDS))
+        digest.update(file.read())
+    return [size, digest.hexdigest()]

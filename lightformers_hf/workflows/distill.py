@@ -54,7 +54,7 @@ from ..languages import split_language, split_prefix
 from ..loading import is_export
 from ..results import Result
 from ..text import check_known, data_name
-from .recover import check_files, claim
+from .recover import claim, find_changed
 from .run import ENGINE, QUANTIZATION
 
 if TYPE_CHECKING:
@@ -181,16 +181,15 @@ def distill(
         check_place(output, [place, data])
         record = claim_folder(output, asked, [place, data], overwrite)
         job = Job.of(place, output, asked, skip_bad=skip_bad_lines)
-        before, now = record.get("data", {}), job.corpus.files
-        check_files(before, now)
-        if changed := [name for name in before if before[name] != now[name]]:
+        now = job.corpus.describe_files()
+        if changed := find_changed(record.get("data", {}), now):
             raise ValueError(
-                f"{changed[0]} has changed since this distillation began: put it back as it was to resume, or start "
+                f"{changed} has changed since this distillation began: put it back as it was to resume, or start "
                 "again with overwrite=True (--overwrite)"
             )
         run = choose_way(job, processes, ray)
         try:
-            return run_steps(job, run, record, share, progress=progress)
+            return run_steps(job, run, record | {"data": now}, share, progress=progress)
         except (OSError, SafetensorError) as error:
             if is_full_disk(error):
                 raise OSError(
@@ -201,7 +200,7 @@ def distill(
 
 def run_steps(job: Job, run: Run, record: dict[str, Any], share: float | None, *, progress: bool) -> Distillation:
     """Do what is not complete, and write the record at the beginning and the end."""
-    output, record = job.output, record | {"data": job.corpus.files}
+    output = job.output
     output.mkdir(parents=True, exist_ok=True)
     write_json(record, output / DISTILL_FILE)
     job.prepare()

@@ -116,10 +116,12 @@ def recover(call: RecoverArguments) -> Recovery:
             resumes = "scores" in record
             call = replace(call, metrics=metrics)
             run = start_run(call, output, light, dense, data, validation, exclude, resumes=resumes)
-            check_files(record.get("data", {}), run.corpus.files)
+            now = run.corpus.describe_files()
+            if changed := find_changed(record.get("data", {}), now):
+                logger.warning(f"{changed} has changed since this work began, which resumes with it as it is now")
             if not resumes:
                 begin(output, record)
-                record |= run.prepare(call.minutes, call.translations, start)
+                record |= run.prepare(call.minutes, call.translations, start) | {"data": now}
                 write_json(record, output / RECORD_FILE)
             return finish(output, record, run.train(record))
 
@@ -242,15 +244,17 @@ def find_added(folder: Path) -> list[str]:
     return [name for name in find_foreign(folder, RECORD_FILE) if not re.fullmatch(own, name)]
 
 
-def check_files(before: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Raise `FileNotFoundError` where a file of the data is gone since a recovery began; log which have changed."""
+def find_changed(before: Mapping[str, Any], now: Mapping[str, list[int | str]]) -> str | None:
+    """The first file of the data that has changed since a work began; `before`: of earlier versions, the sizes alone.
+
+    Raises `FileNotFoundError` where a file is gone.
+    """
     if gone := [name for name in before if name not in now]:
         raise FileNotFoundError(
-            f"{gone[0]} was a part of the data when this recovery began, and is gone: put it back to resume, or start "
+            f"{gone[0]} was a part of the data when this work began, and is gone: put it back to resume, or start "
             "again with overwrite=True (--overwrite)"
         )
-    if changed := [name for name in before if before[name] != now[name]]:
-        logger.warning(f"{changed[0]} has changed since this recovery began, which resumes with it as it is now")
+    return next((name for name in before if before[name] not in (now[name], now[name][0])), None)
 
 
 def begin(output: Path, record: dict[str, Any]) -> None:

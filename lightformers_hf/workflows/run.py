@@ -321,7 +321,7 @@ class Run:
         )
         scores = {"before": before, "teacher": teacher}
         chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
-        return chosen | {"scores": scores, "data": self.corpus.files}
+        return chosen | {"scores": scores}
 
     def say(self, *lines: str) -> None:
         """Print lines above the bars."""

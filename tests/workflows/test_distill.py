@@ -257,6 +257,15 @@ def test_an_interrupted_distillation_resumes_with_its_data_only(teacher, data, t
     with pytest.raises(FileNotFoundError, match=r"data-1\.jsonl was a part of the data"):
         distill(teacher, data[0], tmp_path / "out", **options())
     (tmp_path / "gone").rename(tmp_path / "data-1.jsonl")
+    shard, record = tmp_path / "data-1.jsonl", tmp_path / "out" / "distill.json"
+    text, before = shard.read_text(), json.loads(record.read_text())
+    sizes = {str(file): file.stat().st_size for file in tmp_path.glob("data-*")}  # as earlier records have them
+    for changed, known in ((text.replace("people", "nobody"), before["data"]), (text + " ", sizes)):
+        shard.write_text(changed)
+        record.write_text(json.dumps(before | {"data": known}))
+        with pytest.raises(ValueError, match=r"data-1\.jsonl has changed since this distillation began"):
+            distill(teacher, data[0], tmp_path / "out", **options())
+    shard.write_text(text)
     found = distill(teacher, data[0], tmp_path / "out", **options())
     assert seen[2] == seen[3]  # its counts were not written
     assert found.read == 240

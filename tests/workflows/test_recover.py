@@ -439,7 +439,7 @@ def test_shards_with_a_damaged_line_resume_only_while_all_are_there(place, tiny_
     with (tmp_path / "train-0.jsonl").open("a") as file:
         file.write(json.dumps({"translation": {"de": "Ein neuer Satz.", "en": "A new sentence."}}) + "\n")
     found = recover(place / "light", tmp_path / "out", **asked)
-    assert "train-0.jsonl has changed since this recovery began" in caplog.text
+    assert "train-0.jsonl has changed since this work began" in caplog.text
     assert (found.bad_lines, found.sentences) == (1, len(seen[0][0]["source"]))
     (held, (before,)), (still_held, (after,)) = seen
     assert held == still_held  # though all text is another
