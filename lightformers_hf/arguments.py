@@ -170,6 +170,14 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
             kind="data",
         ),
     ] = None
+    minutes: Annotated[
+        float,
+        Help(
+            "Time of the recovery alone; conversion, export and measurements take additional time.",
+            "M",
+            kind="minutes",
+        ),
+    ] = 30.0
     test: Annotated[
         AnyPath,
         Help(
