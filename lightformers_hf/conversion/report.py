@@ -455,7 +455,8 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         )
         yield f"Predicted costs of the candidates: {costs}. The nearest to the teacher is kept."
     if report.agreement is not None:
-        yield f"{report.agreement}.".capitalize()
+        sentence = str(report.agreement)
+        yield f"{sentence[0].upper()}{sentence[1:]}."
         if report.agreement.share < CLIFF:
             remedies = ["train it with `lightformers recover`", "choose a smaller ratio"]
             if report.calibration == OWN_TEXT:

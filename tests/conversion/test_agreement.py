@@ -195,7 +195,7 @@ def test_equal_outputs_are_those_of_generate(sure_teacher, tmp_path):
 
 def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
     def summary(share: float, **changed) -> str:
-        agreement = Agreement(share=share, tokens=1234, held_out=True, exact=0.625, texts=100)
+        agreement = Agreement(share=share, tokens=1234, held_out=True, divergence=0.0841, exact=0.625, texts=100)
         report = report_of(matrix(form="low-rank", size=1, setting="rank 1"), agreement=agreement, **changed)
         write_report(report, tmp_path)
         assert read_report(tmp_path / "compression.json") == report
@@ -204,8 +204,8 @@ def test_the_summary_and_the_card_say_how_often_tokens_agree(tmp_path):
 
     sure = summary(0.941, calibration="train.jsonl")
     assert (
-        "Agrees with its teacher on 94.1% of 1,234 held-out tokens, and gives 62% of 100 whole outputs exactly."
-        in sure
+        "Agrees with its teacher on 94.1% of 1,234 held-out tokens, and gives 62% of 100 whole outputs exactly, at a "
+        "KL divergence of 0.084 nats." in sure
     )
     assert "lightformers recover" not in sure
     lost = summary(0.79, calibration="train.jsonl")
