@@ -481,6 +481,7 @@ def test_a_card_of_a_trainer_is_replaced(hub, copy):
 
 
 def test_the_command(hub, light, results, lightformers):
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"data": "owner/opus-100:de-en"}))
     arguments = ["--private", "--branch", "v2", "-m", "Second", "--results", results]
     code, out, _ = lightformers("push", light, "light", *arguments)
     assert code == 0
@@ -493,6 +494,7 @@ def test_the_command(hub, light, results, lightformers):
     card = ModelCard(repository.commits[commit]["README.md"].decode())
     assert card.data.model_name == "light"
     assert card.data.eval_results[0].metric_value == 41.25
+    assert b"owner/opus-100" in repository.commits[commit][".eval_results/owner-opus-100-de-en.yaml"]
 
 
 SECRETS = [
