@@ -28,6 +28,7 @@ CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
 PAGE_FILE = "page.json"  # manifest of a page that translates in the browser
+DISTILL_FILE = "distill.json"  # record of a distillation, in its folder of shards
 RECORD_FILE = "recovery.json"  # record of a recovery: options, settings and results
 STATE_FILE = "trainer_state.json"  # transformers' Trainer writes it
 PATIENCE = 2.0  # seconds
@@ -228,6 +229,8 @@ def check_folder(folder: Path) -> None:
             + " merge it into its base with merge_and_unload() of peft, and give the folder where save_pretrained "
             "writes the result"
         )
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: give that of a checkpoint or an export")
     if not any((folder / name).is_file() for name in ("config.json", EXPORT_FILE)):
         inside = max(folder.glob("*/config.json"), default=None)  # of a compression: recovered
         example = f", such as {inside.parent}" if inside else ""
@@ -245,7 +248,7 @@ def check_output(
     with lock(target) as locked:
         if locked:
             _clean_up(target)
-    _check_content(target, overwrite)
+    check_content(target, overwrite)
     return target
 
 
@@ -279,7 +282,7 @@ def atomic_output(
     with parents(target), lock(target) as locked:
         if locked:
             _clean_up(target)
-        _check_content(target, overwrite)
+        check_content(target, overwrite)
         temporary = beside(target, "tmp-" + secrets.token_hex(4))
         temporary.mkdir()
         try:
@@ -370,7 +373,7 @@ def _find_places(name: str | os.PathLike) -> Iterator[Path]:
             yield Path(os.path.realpath(place))
 
 
-def _check_content(target: Path, overwrite: bool) -> None:
+def check_content(target: Path, overwrite: bool) -> None:
     """Raise `FileExistsError` if a folder holds files that must not be replaced."""
     if not _is_full(target):
         return
@@ -444,7 +447,7 @@ def lock(target: Path) -> Iterator[bool]:
 
 def _replace(target: Path, temporary: Path, overwrite: bool) -> None:
     """Rename `temporary` to `target`, or fail and keep both; another process may have written the target."""
-    _check_content(target, overwrite)
+    check_content(target, overwrite)
     old = beside(target, "old-" + secrets.token_hex(4))
     try:
         if _is_full(target):

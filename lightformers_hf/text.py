@@ -205,7 +205,7 @@ def _pair_columns(rows: Dataset, data: str, source: str, target: str) -> tuple[s
         )
     missing = [name for name in (source, target) if name not in rows.column_names]
     if missing:
-        wanted, there = " nor ".join(map(repr, missing)), ", ".join(map(_shorten, rows.column_names))
+        wanted, there = " nor ".join(map(repr, filter(None, missing))), ", ".join(map(_shorten, rows.column_names))
         header = data.removesuffix(".gz").endswith((".csv", ".tsv"))
         hint = "Its first line must name the columns. " if header else ""
         raise OptionError(
@@ -686,7 +686,9 @@ def _parse(text: str, place: str) -> Any:
         if "\\u" in text:  # an escaped half of a character
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is no JSON object: {error.msg} at character {error.pos + 1}") from None
+        raise ValueError(
+            f"{place} is no JSON object: {error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        ) from None
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):x}"
         raise ValueError(f"{place} holds the lone surrogate {half}: write the whole character, or remove it") from None

@@ -26,7 +26,7 @@ from ..arguments import (
 )
 from ..conversion.options import CompressionOptions
 from ..engines import ARGOS, ENGINES, check_engine_name, deployment_names, split_deployment
-from ..files import check_file, check_folder, check_output, write_whole
+from ..files import PAGE_FILE, check_file, check_folder, check_output, write_whole
 from .framework import Answer, Group, command
 from .parameters import (
     AT_LEAST_ONE,
@@ -378,7 +378,8 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
 
         lightformers push recovered opus-mt-de-en-light --private --revision v2 --message "Trained longer"
     """
-    check_folder(model)
+    if not (model / PAGE_FILE).is_file():
+        check_folder(model)
     from ..hub import preview_push, push_to_hub
 
     if dry_run:

@@ -101,7 +101,8 @@ class Command(click.Command):
         except BrokenPipeError:  # the reader has closed the pipe: click ends quietly
             raise
         except KeyboardInterrupt:
-            click.echo("stopped", err=True)
+            resumes = "resumes" in (self.help or "")
+            click.echo("stopped; the same command resumes" if resumes else "stopped", err=True)
             raise click.exceptions.Exit(130) from None
         except Exception as error:
             typed = {str(each.name): max(each.opts, key=len) for each in self.params if isinstance(each, click.Option)}

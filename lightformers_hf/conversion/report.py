@@ -453,7 +453,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             + (f" ({found['divergence']:.2g} nats measured)" if "divergence" in found else "")
             for method, found in report.candidates.items()
         )
-        yield f"Predicted costs of the candidates: {costs}. The nearest to the teacher is kept."
+        yield f"Predicted costs of the candidates: {costs}. convert measures them and keeps the nearest."
     if report.agreement is not None:
         sentence = str(report.agreement)
         yield f"{sentence[0].upper()}{sentence[1:]}."

@@ -95,7 +95,9 @@ def split_deployment(name: str) -> tuple[str, str | None]:
 def check_engine_name(name: str) -> None:
     """Raise `ValueError` for the name of no engine that models are exported to."""
     if name not in ENGINES:
-        raise ValueError(f"unknown engine {name!r}: models are exported to {' or '.join(ENGINES)}")
+        raise ValueError(
+            f"unknown engine {name!r}: models are exported to {', '.join(ENGINES)} and, by `export` alone, {ARGOS}"
+        )
 
 
 def load_engine_file(name: str) -> EngineFile:

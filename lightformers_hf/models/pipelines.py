@@ -392,7 +392,7 @@ class Text2TextGenerationPipeline(Pipeline):
         options: dict[str, Any] = {"prefix": self.prefix, "split": split, "cut": cut, "language": language}
         found = split_texts(inputs, self.tokenizer, limit, **options)
         if (number := sum(text.cut for text in found)) and not cut:
-            done = "divided at punctuation" if split else "cut"
+            done = "divided at punctuation or cut" if split else "cut"
             logger.warning(f"{number} inputs have more than {limit} tokens, and were {done}")
         return found, {}
 

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.speed import PARENT, end_with_parent
 from ..evaluation.translate import load_translator
 from ..files import (
+    DISTILL_FILE,
     check_place,
     find_foreign,
     is_full_disk,
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-DISTILL_FILE, WORK = "distill.json", ".work"  # the record of a call, and what is not complete
+WORK = ".work"  # folder of what is not complete
 FORMATS = ("jsonl", "parquet")
 BEAMS = 4
 ANSWER = 10  # seconds within which a Ray cluster answers
@@ -131,8 +133,9 @@ def distill(
 
     `output` gets files `part-00000.jsonl`, … of rows `{"de": source, "en": translation, "log_probability": …}`, in
     the order of the data, and the record `distill.json`. The engine is CTranslate2 with int8 where it runs the
-    teacher, else transformers. Empty, repeated, too long and copied lines are dropped and counted. The same call
-    resumes after a kill with the shards that are not complete, and gives the same files as without the kill.
+    teacher, else transformers. Dropped and counted are lines that are empty, repeated or copied by the teacher, and those
+    that are too long or whose translation reached the limit of tokens. The same call resumes after a kill with the
+    shards that are not complete, and gives the same files as without the kill.
 
     Args:
         teacher: a checkpoint (a folder, a name on the Hub, or a loaded model), or the folder of an export.
@@ -214,6 +217,8 @@ def run_steps(job: Job, run: Run, record: dict[str, Any], share: float | None, *
         for _ in run("translate", [shard.number for shard in job.shards if shard not in done]):
             bar.update(1)
     found = job.publish(share)
+    if not found.rows:
+        logger.warning(f"{output} has no pairs: every row of {record['asked']['data']} was dropped")
     files = [path.name for path in sorted(output.glob("part-*"))]
     write_json(record | {"result": asdict(found), "files": files}, output / DISTILL_FILE)
     shutil.rmtree(output / WORK)
@@ -386,7 +391,7 @@ class Job:
             group = texts[start : start + GROUP]
             prefixed = [self.prefix + text for text in group]
             if start == number == 0:
-                check_known(tokenizer(prefixed)["input_ids"], tokenizer)
+                check_known(tokenizer(prefixed, verbose=False)["input_ids"], tokenizer)
             found = translate_scored(prefixed, engine, tokenizer, self.batch_size, **self.generation)
             for text, output in zip(group, found, strict=True):
                 reason = find_fault(text, output)
@@ -524,6 +529,7 @@ def run_here(job: Job, step: str, numbers: Sequence[int]) -> Iterator[int]:
 def _begin(job: Job) -> None:
     global _job
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
     torch.set_num_threads(1)
     _job = job
 

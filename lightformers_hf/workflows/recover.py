@@ -30,7 +30,7 @@ from ..evaluation.quality import check_metrics
 from ..evaluation.transcribe import reads_sound
 from ..files import (
     RECORD_FILE,
-    check_output,
+    check_content,
     check_place,
     find_foreign,
     list_entries,
@@ -73,6 +73,7 @@ CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it e
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 # Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
 LEAST_RATIO = 0.9
+LATE = 1.5  # times its minutes: a recovery that takes longer says so
 
 
 @renamed_arguments(light="model", source="source_lang", target="target_lang")
@@ -123,7 +124,13 @@ def recover(call: RecoverArguments) -> Recovery:
                 begin(output, record)
                 record |= run.prepare(call.minutes, call.translations, start) | {"data": now}
                 write_json(record, output / RECORD_FILE)
-            return finish(output, record, run.train(record))
+            recovery = finish(output, record, run.train(record))
+            if not resumes and (took := (time.monotonic() - start) / 60) > LATE * call.minutes:
+                logger.warning(
+                    f"the recovery took {took:.1f} minutes in place of {call.minutes:g}: reading, measuring and "
+                    "writing need the most of so short a time; give more minutes"
+                )
+            return recovery
 
 
 def start_run(
@@ -216,7 +223,7 @@ def claim(
         before = {renamed.get(name, name): value for name, value in record.get("asked", {}).items()}
         if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):
             raise FileExistsError(
-                f"{output} holds one with another {name}, {before.get(name)!r}: give the same options to resume "
+                f"{output} holds work with another {name}, {before.get(name)!r}: give the same options to resume "
                 "it, another folder, or overwrite=True (--overwrite)"
             )
         if "result" in record:
@@ -225,8 +232,13 @@ def claim(
             )
         return record
     check_place(output, inputs)
-    if not record and output.exists():
-        check_output(output)
+    if not record and overwrite and output.is_dir() and any(output.iterdir()):
+        raise FileExistsError(
+            f"{output} is not empty and holds no {file}: overwrite starts work of this command again and replaces "
+            "nothing else; give another folder"
+        )
+    if not record:
+        check_content(output, overwrite=False)
     return {"asked": asked}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..files import (
+    DISTILL_FILE,
     read_json,
     write_json,
 )
@@ -344,7 +346,8 @@ class Run:
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise OptionError("", f"{text} is of one language: remove ", "translations", ", which give the targets")
-        if not (self.one_language or wanted or (wanted is None and distance >= FAR)):
+        distilled = Path(os.path.expanduser(self.data or ""), DISTILL_FILE).is_file()  # by a teacher
+        if not (self.one_language or wanted or (wanted is None and distance >= FAR and not distilled)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
         if translator is self.distiller and self.on_cpu:

@@ -74,7 +74,7 @@ def test_a_sentence_that_is_too_long(tiny_marian, german, caplog):
     long = ", ".join(german).replace(".", "")
     pipe = pipeline("translation", model=str(tiny_marian))
     assert pipe([long]) == [{"translation_text": translate([long], tiny_marian)[0]}]
-    assert "1 inputs have more than 64 tokens, and were divided at punctuation" in caplog.text
+    assert "1 inputs have more than 64 tokens, and were divided at punctuation or cut" in caplog.text
     ids = torch.tensor([pipe.tokenizer(long, truncation=True)["input_ids"]])
     cut = pipe.tokenizer.decode(pipe.model.generate(ids)[0], skip_special_tokens=True)
     assert pipe(long, truncation=True) == [{"translation_text": cut}]
