@@ -133,9 +133,9 @@ def distill(
 
     `output` gets files `part-00000.jsonl`, … of rows `{"de": source, "en": translation, "log_probability": …}`, in
     the order of the data, and the record `distill.json`. The engine is CTranslate2 with int8 where it runs the
-    teacher, else transformers. Dropped and counted are lines that are empty, repeated or copied by the teacher, and those
-    that are too long or whose translation reached the limit of tokens. The same call resumes after a kill with the
-    shards that are not complete, and gives the same files as without the kill.
+    teacher, else transformers. Dropped and counted are lines that are empty, repeated or copied by the teacher, and
+    those that are too long or whose translation reached the limit of tokens. The same call resumes after a kill with
+    the shards that are not complete, and gives the same files as without the kill.
 
     Args:
         teacher: a checkpoint (a folder, a name on the Hub, or a loaded model), or the folder of an export.

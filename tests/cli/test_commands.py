@@ -271,6 +271,15 @@ def test_ctrl_c_ends_with_130(lightformers, workplace, monkeypatch):
 
     monkeypatch.setattr("lightformers_hf.workflows.convert.plan", interrupted)
     assert lightformers("plan", "dense") == (130, "", "stopped\n")
+    monkeypatch.setattr("lightformers_hf.workflows.distill.distill", interrupted)
+    assert lightformers("distill", "dense", "text", "out") == (130, "", "stopped; the same command resumes\n")
+
+
+def test_a_page_can_be_pushed(lightformers, tmp_path):
+    for name, content in (("page.json", "{}"), (".lightformers.json", '{"files": ["page.json"]}')):
+        (tmp_path / name).write_text(content)
+    status, out, _ = lightformers("push", tmp_path, "you/x", "--dry-run")
+    assert (status, out.split()) == (0, ["2", "page.json", "2", "bytes", "to", "you/x."])
 
 
 def test_the_module_is_the_command(lightformers, monkeypatch, capfd):

@@ -193,6 +193,18 @@ def test_what_is_refused(teacher, data, tmp_path, changes, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("without_engine")
+def test_an_empty_folder_is_used_and_another_is_named(teacher, data, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert distill(teacher, data[0], tmp_path / "out", **options()).rows
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="own is not empty: give another folder"):
+        distill(teacher, data[0], tmp_path / "own", **options())
+    with pytest.raises(FileExistsError, match=r"own is not empty and holds no distill.json"):
+        distill(teacher, data[0], tmp_path / "own", overwrite=True, **options())
+
+
 @pytest.mark.skipif(find_spec("ctranslate2") is None, reason="needs ctranslate2")
 @pytest.mark.parametrize(
     ("where", "error"),
