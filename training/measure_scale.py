@@ -84,6 +84,8 @@ def measure_distill(args: argparse.Namespace) -> list[dict[str, object]]:
         for way, options in WAYS.items():
             with tempfile.TemporaryDirectory() as folder:
                 rows = distill(args.teacher, args.data, Path(folder, "out"), **options, progress=False).rows
+            if "ray" in options:  # its processes wait, and would be counted with the next round
+                import_module("ray").shutdown()
             first = options.get("processes", 2)
             spent = [after - before for before, after in zip(moments[first - 1], moments[-1], strict=True)]
             found[way].append((rows * (1 - first / len(moments)), *spent))
