@@ -18,7 +18,7 @@ from lightformers_hf import convert
 from lightformers_hf.arguments import RecoverArguments
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
-from lightformers_hf.recovery.runs import choose_settings, find_distance, list_checkpoints, plan_steps
+from lightformers_hf.recovery.runs import FAR, choose_settings, find_distance, list_checkpoints, plan_steps
 from lightformers_hf.workflows.recover import Run, recover, start_run
 
 pytestmark = pytest.mark.usefixtures("few_random_texts")
@@ -330,6 +330,19 @@ def test_pairs_in_long_strings_have_translations_too(place, tiny_marian, tmp_pat
     parquet.write_table(table, tmp_path / "pairs.parquet")
     asked = options(place, tiny_marian, data=str(tmp_path / "pairs.parquet"), source_lang="de", target_lang="en")
     assert recover(place / "light", tmp_path / "out", translations=True, **asked).translations > 0
+
+
+def test_translations_of_a_teacher_are_not_made_again(place, tiny_marian, tmp_path):
+    light, out, data = str(place / "light"), tmp_path / "out", tmp_path / "distilled"
+    data.mkdir()
+    shutil.copy(place / "pairs.jsonl", data / "part-00000.jsonl")
+    call = RecoverArguments(light, out, teacher=tiny_marian, source_lang="de", target_lang="en", progress=False)
+    for made in (False, True):
+        if made:
+            (data / "distill.json").write_text("{}")
+        out.mkdir(exist_ok=True)
+        run = start_run(call, out, light, str(tiny_marian), str(data), None)
+        assert bool(run.ask_for_texts(600, None, FAR)) != made
 
 
 def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
