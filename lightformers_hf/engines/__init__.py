@@ -96,7 +96,7 @@ def check_engine_name(name: str) -> None:
     """Raise `ValueError` for the name of no engine that models are exported to."""
     if name not in ENGINES:
         raise ValueError(
-            f"unknown engine {name!r}: models are exported to {', '.join(ENGINES)} and, by `export` alone, {ARGOS}"
+            f"unknown engine {name!r}: models are exported to {' or '.join(ENGINES)}, and by `export` alone to {ARGOS}"
         )
 
 
