@@ -139,12 +139,15 @@ def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedCon
 
 
 def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
-    """Raise `ValueError` where a type is not one of floats, or code and architectures are not named as they are."""
+    """Raise `ValueError` for a type that is none of floats, a dropout that is no probability, wrong names of code."""
     dtype, code = config.dtype, getattr(config, "auto_map", None)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
     if not isinstance(code, dict | None) or not all(isinstance(one, str | list) for one in (code or {}).values()):
         raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
+    for field, share in vars(config).items():
+        if "dropout" in field and isinstance(share, int | float) and not 0 <= share <= 1:
+            raise ValueError(f"{field} in config.json of {name} is {share}: expected a probability, 0 to 1")
     find_architecture(config, name)
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import marian_tokens, sizes
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, MarianConfig, MarianMTModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, MarianConfig, MarianMTModel
 
 from lightformers_hf import convert, loading
 from lightformers_hf.checkpoints.teacher import read
@@ -426,3 +426,10 @@ def test_one_that_is_none_is_found(dtype, bad):
     tensor[29, 49] = bad
     assert not all_finite(tensor)
     assert not all_finite(tensor.T)
+
+
+def test_a_dropout_that_is_no_probability_is_named(tiny_marian, tmp_path):
+    config = json.loads((tiny_marian / "config.json").read_text()) | {"activation_dropout": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"activation_dropout in config.json of .* is 7: expected a probability"):
+        loading.load_pretrained(AutoConfig, tmp_path)
