@@ -134,7 +134,9 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
             agreements[name] = found.agreement
             if name == nearest(agreements):
                 best, method = found, name
-        best = best if every == 1 else None  # otherwise made again, with all text
+        last = nearest(agreements)  # may be an earlier one again: what is close depends on all
+        best = best if every == 1 and method == last else None  # otherwise made again, with all text
+        method = last
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
     report = (Plan if dry else CompressionReport).of(

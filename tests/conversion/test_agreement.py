@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,6 +150,27 @@ def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(
     assert planned.candidates == {name: {"cost": one["cost"]} for name, one in candidates.items()}
     assert "Predicted costs of the candidates: auto " in " ".join(str(planned).split())
     assert not reports["low-rank"].candidates
+
+
+def test_an_earlier_candidate_may_be_the_nearest_again(sure_teacher, tmp_path, monkeypatch):
+    """The second is as near as the first until the third is nearer than both."""
+    folder, data, _ = sure_teacher
+    module, made = sys.modules["lightformers_hf.conversion.convert"], []
+    measures, make = [(0.1, 0.6), (0.105, 0.7), (0.094, 0.5)], module.make
+
+    def make_and_tell(chosen, *arguments, **more):
+        found = make(chosen, *arguments, **more)
+        made.append(chosen)
+        if len(made) > len(measures):
+            return found
+        divergence, exact = measures[len(made) - 1]
+        return replace(found, agreement=replace(found.agreement, divergence=divergence, exact=exact))
+
+    monkeypatch.setattr(module, "make", make_and_tell)
+    options = {"ratio": 3, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
+    convert(folder, tmp_path / "light", progress=False, **options)
+    assert len(made) == 4
+    assert made[3] is made[0]
 
 
 def test_agreement_is_that_of_the_likeliest_tokens(sure_teacher, tmp_path):
