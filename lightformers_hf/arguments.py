@@ -165,7 +165,7 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
     calibration: Annotated[
         str | None,
         Help(
-            "Text to weight errors on, never a test's: pairs, or sources alone (.txt). Default: a part of --data.",
+            "Text or speech to weight errors on, never a test's: pairs, or sources alone. Default: a part of --data.",
             "PATH",
             kind="data",
         ),

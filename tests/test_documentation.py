@@ -218,7 +218,7 @@ def test_a_page_can_be_followed(page, workplace, monkeypatch):
     if page == "how-to/compress-whisper.md":
         make_whisper(Path("whisper-base"))
         for folder in ("speech", "validation"):
-            write_speech(Path(folder), texts(12))
+            write_speech(Path(folder), texts(20))
     names = {}
     for language, title, content in blocks(page):
         if title:

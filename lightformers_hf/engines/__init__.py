@@ -16,8 +16,8 @@ name. The file has:
 - and if one folder can hold several quantizations, `BESIDE`, those that are written before int8;
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
   folder without this package, `EXAMPLE`, with `{folder}`, `{text}`, and `{first}` and `{skip}` for a forced token;
-- and if it runs models for speech, `write_speech(source, folder, quantization)`, `measure_speech(source, folder)`, the
-  difference in nats from the checkpoint, and `SPEECH_EXAMPLE`;
+- and if it runs models for speech, `write_speech(source, folder, quantization)`, `load_speech(folder, generation,
+  threads)`, which returns a model as of `RunningSpeech`, and `SPEECH_EXAMPLE`;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine: its names are imported when they are first used.
@@ -33,6 +33,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ..registration import lazy_names
 
 if TYPE_CHECKING:
+    import numpy as np
+    from transformers import GenerationConfig
+
     from ..checkpoints.teacher import Teacher
     from .engine import Engine, load_engine
     from .layers import Expansion
@@ -59,6 +62,18 @@ class RunningModel(Protocol):
     def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]: ...
 
 
+class RunningSpeech(Protocol):
+    """A model for speech under an engine. Features are one spectrogram (1, M, 2·S)."""
+
+    def find_language(self, features: np.ndarray) -> str: ...
+
+    def generate(
+        self, features: np.ndarray, prompt: list[int], *, num_beams: int, max_new_tokens: int
+    ) -> tuple[list[int], float]:
+        """The tokens after a prompt, without the end, and the sum of their log p, with the end's; of beams, 0."""
+        ...
+
+
 class EngineFile(Protocol):
     """Names of an engine's file."""
 
@@ -72,7 +87,7 @@ class EngineFile(Protocol):
 
     def write_speech(self, source: Teacher, folder: Path, quantization: str) -> Expansion: ...
 
-    def measure_speech(self, source: Teacher, folder: Path) -> float: ...
+    def load_speech(self, folder: Path, generation: GenerationConfig, threads: int) -> RunningSpeech: ...
 
     def load(self, folder: Path, search: Search, threads: int) -> RunningModel: ...
 

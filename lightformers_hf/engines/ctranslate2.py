@@ -19,14 +19,13 @@ import torch
 from ctranslate2.specs import common_spec, transformer_spec, whisper_spec
 from ctranslate2.specs.model_spec import LayerSpec
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..checkpoints.teacher import Teacher
 from ..files import read_json, write_json
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..options import OptionError
-from ..speech import prompt_of
 from ..vocabularies import read_vocabularies
 from .layers import (
     Attention,
@@ -50,7 +49,6 @@ ACTIVATIONS |= {"silu": Activation.SWISH, "swish": Activation.SWISH, "tanh": Act
 NAME = "CTranslate2"
 EXPANDS_LOW_RANK = True
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
-SPEECH_TOKENS = 8  # that are compared
 VMAP, ORDER = SHORTLIST_FILES[0], "token_order.json"
 
 
@@ -317,26 +315,26 @@ def write_speech(source: Teacher, folder: Path, quantization: str) -> Expansion:
     return expansion
 
 
-def measure_speech(source: Teacher, folder: Path) -> float:
-    """Return the difference of log p from the checkpoint's, in nats a token, on noise that the engine transcribes."""
-    config, generation = source.model.config, source.generation_config
-    generator = torch.Generator().manual_seed(0)
-    features = torch.rand(1, config.num_mel_bins, 2 * config.max_source_positions, generator=generator) - 0.5
-    engine = ctranslate2.models.Whisper(str(folder), device="cpu", intra_threads=1)
-    languages = getattr(generation, "lang_to_id", None) or {}
-    prompt = prompt_of(generation, next((token.strip("<|>") for token in languages), None))
-    view = ctranslate2.StorageView.from_array(features.numpy())
-    (result,) = engine.generate(
-        view, [prompt], beam_size=1, max_length=len(prompt) + SPEECH_TOKENS, length_penalty=0, return_scores=True,
-        suppress_tokens=[], suppress_blank=False,
-    )  # fmt: skip
-    tokens = result.sequences_ids[0]
-    if len(tokens) < SPEECH_TOKENS:
-        tokens = [*tokens, generation.eos_token_id]
-    inputs = torch.tensor([[*prompt, *tokens]])
-    logits = source.model(features, decoder_input_ids=inputs[:, :-1]).logits[0, len(prompt) - 1 :]
-    expected = logits.log_softmax(-1).gather(1, inputs[0, len(prompt) :, None]).sum()
-    return abs(float(result.scores[0]) - float(expected)) / len(tokens)
+class CTranslate2Speech:
+    """An exported model for speech, run by CTranslate2: see `load_speech` of `evaluation.transcribe`."""
+
+    def __init__(self, folder: Path, generation: GenerationConfig, threads: int):
+        self.model = ctranslate2.models.Whisper(str(folder), device="cpu", intra_threads=threads, inter_threads=1)
+
+    def find_language(self, features: np.ndarray) -> str:
+        """The language of a spectrogram."""
+        return self.model.detect_language(ctranslate2.StorageView.from_array(features))[0][0][0].strip("<|>")
+
+    def generate(
+        self, features: np.ndarray, prompt: list[int], *, num_beams: int, max_new_tokens: int
+    ) -> tuple[list[int], float]:
+        """As `RunningSpeech.generate`."""
+        # The engine generates half of `max_length` at most, and leaves the other half to the prompt.
+        longest = 2 * max(max_new_tokens, len(prompt))
+        options = {"beam_size": num_beams, "max_length": longest, "length_penalty": 0}
+        view = ctranslate2.StorageView.from_array(features)
+        (result,) = self.model.generate(view, [prompt], return_scores=True, **options)
+        return result.sequences_ids[0], result.scores[0]
 
 
 class CTranslate2Model:
@@ -388,7 +386,7 @@ class CTranslate2Model:
         return [result.log_probs for result in results]
 
 
-load = CTranslate2Model
+load, load_speech = CTranslate2Model, CTranslate2Speech
 EXAMPLE = """import json
 
 import ctranslate2

@@ -206,6 +206,8 @@ def load_engine(model: AnyModel, threads: int = 1) -> Engine:
         return wrap_network(load_network(model), threads, model)
     if missing := [name for name in ("engine", "max_position_embeddings") if name not in description]:
         raise ValueError(f"{folder / EXPORT_FILE} is damaged: it lacks {missing[0]!r}; export the model again")
+    if description.get("reads_sound"):
+        raise ValueError(f"{folder} transcribes sound: measure it by evaluate, or run it as its README.md shows")
     check_shortlist(folder, description.get("shortlist"))
     search = Search.of(GenerationConfig.from_pretrained(folder))
     if description.get("limit_by_input"):

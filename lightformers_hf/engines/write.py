@@ -26,6 +26,7 @@ from ..loading import hide_bars, position_limit, resolve_source, unique_paramete
 from ..options import OptionError
 from ..processors import usual_settings
 from ..results import Result
+from ..speech import prompt_of
 from ..text import data_name
 from . import ARGOS, EngineFile, argos, load_engine_file
 from .engine import TransformersModel
@@ -47,7 +48,6 @@ EXACT = 1e-3
 logger = logging.getLogger(__name__)
 # Mean difference in log p, as a share of how much log p differs between tokens: unrelated models are above 1.
 ALIKE = 0.5
-SPEECH_EXACT, SPEECH_ALIKE = 1e-3, 0.5  # the same for a model for speech, in nats
 
 
 @dataclass(frozen=True)
@@ -305,12 +305,7 @@ def write_speech(
     if not hasattr(engine, "write_speech"):
         raise ValueError(f"{source.name} is a model for speech, which {to} does not run here: export to ctranslate2")
     expansion = engine.write_speech(source, folder, quantization)
-    written, difference = folder_bytes(folder), engine.measure_speech(source, folder)
-    if not difference <= (SPEECH_EXACT if quantization == "float32" else SPEECH_ALIKE):
-        raise ValueError(
-            f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats: nothing "
-            "was written. Export it with quantization float32 (--quantization float32), or report it"
-        )
+    written, difference = folder_bytes(folder), measure_speech(source, engine, folder, quantization)
     source.tokenizer.save_pretrained(folder)
     source.feature_extractor.save_pretrained(folder)
     source.generation_config.save_pretrained(folder)
@@ -328,6 +323,40 @@ def write_speech(
     inherited = inherited_metadata(source.folder, source.hub_name)
     write_export_card(folder, inherited, engine=to, form=quantization, lines=report.lines(name), **usage)
     return report
+
+
+def too_different(difference: float, limit: float, *, exact: bool) -> ValueError:
+    """The error about an export whose log-probabilities are not the checkpoint's."""
+    remedy = "Please report it." if exact else "Export it with quantization float32 (--quantization float32)."
+    return ValueError(
+        f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
+        f"{limit:.2g}: nothing was written. {remedy}"
+    )
+
+
+def measure_speech(source: Source, engine: EngineFile, folder: Path, quantization: str) -> float:
+    """As `measure_difference`, in nats a token, on noise that the engine transcribes."""
+    config, generation = source.model.config, source.generation_config
+    generator = torch.Generator().manual_seed(0)
+    features = torch.rand(1, config.num_mel_bins, 2 * config.max_source_positions, generator=generator) - 0.5
+    languages = getattr(generation, "lang_to_id", None) or {}
+    prompt = prompt_of(generation, next((token.strip("<|>") for token in languages), None))
+    running = engine.load_speech(folder, generation, 1)
+    tokens, score = running.generate(features.numpy(), prompt, num_beams=1, max_new_tokens=TOKENS)
+    if len(tokens) < TOKENS:
+        tokens = [*tokens, generation.eos_token_id]
+    inputs = torch.tensor([[*prompt, *tokens]])
+    logits = source.model(features, decoder_input_ids=inputs[:, :-1]).logits[0, len(prompt) - 1 :]
+    logits[:, list(generation.suppress_tokens or ())] = -torch.inf
+    logits[0, list(generation.begin_suppress_tokens or ())] = -torch.inf
+    log_p = logits.log_softmax(-1)
+    expected = log_p.gather(1, inputs[0, len(prompt) :, None]).sum()
+    difference, exact = abs(score - float(expected)) / len(tokens), quantization == "float32"
+    allowed = log_p[log_p.isfinite()]
+    limit = EXACT if exact else ALIKE * float((allowed - allowed.mean()).abs().mean())
+    if not difference <= limit:
+        raise too_different(difference, limit, exact=exact)
+    return difference
 
 
 def folder_bytes(folder: Path) -> int:
@@ -393,11 +422,7 @@ def measure_difference(source: Teacher, engine: EngineFile, folder: Path, quanti
         spread = fmean((expected - expected.mean()).abs().tolist())
         difference, limit = float(errors.mean()), ALIKE * spread
     if not difference <= limit:
-        remedy = "Please report it." if exact else "Export it with quantization float32 (--quantization float32)."
-        raise ValueError(
-            f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
-            f"{limit:.2g}: nothing was written. {remedy}"
-        )
+        raise too_different(difference, limit, exact=exact)
     if exact:
         return difference
     own = models[0].generate(sources, search.with_options(1, longest, None))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,20 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from ..engines import CHECKPOINTS, Engine, deployment_names, export, load_engine, load_engine_file, split_deployment
+from ..engines import CHECKPOINTS, deployment_names, export, load_engine, load_engine_file, split_deployment
 from ..engines.engine import longest_input
 from ..files import as_kind
-from ..languages import begin_with, language_code, set_language_codes
-from ..loading import load_network, load_pretrained, weight_bytes
+from ..languages import begin_with, language_code, set_language_codes, split_language
+from ..loading import load_network, load_pretrained, resolve_source, weight_bytes
+from ..options import OptionError
+from ..processors import use_threads
 from ..results import Result
+from ..speech import RATE, Sound, find_sounds
 from ..text import load_parallel
 from .evaluate import find_columns
-from .quality import Difference, check_metrics, choose_metrics, describe, difference, labels, score, signatures
+from .quality import SPEECH, Difference, check_metrics, choose_metrics, describe, difference, labels, score, signatures
 from .speed import Speed, child_command, child_environment, speed_of, speed_ratio, take_turns, typical_sentences
+from .transcribe import load_processor, load_speech, normalizer_of, read_transcribed, reads_sound, transcribe
 from .translate import translate
 
 if TYPE_CHECKING:
@@ -85,6 +89,7 @@ class EngineComparison(Result):
     quality_beams: int | None = None
     quality_sentences: int | None = None
     signatures: dict[str, str] = field(default_factory=dict)  # {metric: the variant of it that was computed}
+    reads_sound: bool = False  # speeds are seconds of sound in a second, not tokens
 
     @classmethod
     def read(cls, content: Any) -> EngineComparison:
@@ -104,11 +109,12 @@ class EngineComparison(Result):
         deployed = {(place.model, place.form): place for place in self.deployed}
         scores = labels(self.deployed[0].scores).values()
         compared = {"same": "to_teacher"} | ({"int8": "to_baseline"} if self.has_baseline else {})
-        head = ["engine", "model", "tokens/s", *compared, "MB", *scores]
+        unit, digits = ("x real time", 1) if self.reads_sound else ("tokens/s", 0)
+        head = ["engine", "model", unit, *compared, "MB", *scores]
         found: dict[str, list[list[str]]] = {}
         for timing in self.timings:
             place, ratios = deployed[timing.model, timing.form], [getattr(timing, name) for name in compared.values()]
-            row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.0f}"]
+            row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.{digits}f}"]
             row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
             row += [f"{place.disk_bytes / 1e6:,.1f}", *(f"{score:.1f}" for score in place.scores.values())]
             cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
@@ -119,9 +125,12 @@ class EngineComparison(Result):
         """Meaning of the numbers."""
         runs = len(self.timings[0].speed.runs)
         baseline = f", 'int8' to the teacher in {BASELINE}" if self.has_baseline else ""
-        text = f"{self.quality_sentences} sentences of {Path(self.data).name}" if self.data else ""
+        what, work = "sentences", f"{self.new_tokens} tokens for every sentence"
+        if self.reads_sound:
+            what, work = "sounds", f"Whole transcripts of {self.sentences} sounds"
+        text = f"{self.quality_sentences} {what} of {Path(self.data).name}" if self.data else ""
         return [
-            f"{self.new_tokens} tokens for every sentence; ratios are medians over {runs} interleaved runs:",
+            f"{work}; ratios are medians over {runs} interleaved runs:",
             f"'same' to the teacher in the same engine{baseline}.",
             *([f"Quality: {text}, beam {self.quality_beams}."] if text else []),
             *describe(self.signatures),
@@ -175,6 +184,9 @@ def compare_engines(
     cores has a process of its own, because engines fix their threads when they load. Sources are those of `data` with
     references of average length; without data, 25 random tokens.
 
+    Models for speech transcribe sounds of `data`, each to its end: `source` is its language, `target` the column of
+    transcripts.
+
     Args:
         teacher, students: folders or Hub names of checkpoints.
         forms: names of `deployment_names()`; `None` means all that the engines have.
@@ -200,34 +212,54 @@ def compare_engines(
         raise ValueError(f"cores is {max(cores)}: this machine has {there}")
     settings = [(size, count) for size in batch_sizes for count in beams]
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
-    pairs, languages = None, (source, target)
-    if data is not None:
+    pairs: Any = None
+    languages = source, target
+    if is_speech := reads_sound(resolve_source(teacher)):
+        if data is None:
+            raise OptionError("data", " is missing: models for speech transcribe it")
+        if shortlist:
+            raise OptionError("shortlist", " is for text, but the models transcribe sound: remove it")
+        column = split_language(target)[0]
+        pairs = read_transcribed(data, column=column, max_samples=max_samples)
+        languages, settings = (split_language(source)[0], column), [(1, count) for count in beams]
+        sentences = min(sentences, len(pairs))
+    elif data is not None:
         source, target = find_columns(teacher, source, target)
         pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
         metrics = choose_metrics(metrics, pairs["source"][:], pairs["target"][:])
     steps = len(names) * len(forms) * ((1 if pairs is None else 2) + runs * len(cores) * len(settings))
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
-        if pairs is not None or any(languages):
+        if not is_speech and (pairs is not None or any(languages)):
             names = _tell_languages(names, *languages, Path(work))
         text = (shortlist, source, target)
         deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
-        comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data)
-        inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
+        comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data, reads_sound=is_speech)
+        inputs: dict[str, Any] = {label: [data, *languages] for label in names}
+        if not is_speech:
+            inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
         task = {"settings": settings, "runs": runs, "sentences": sentences, "new_tokens": new_tokens}
+        task["reads_sound"] = is_speech
         for count in cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
             comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            language, threads, references = language_code(target), max(cores), pairs["target"][:]
+            language, options = language_code(target), {"threads": max(cores), "num_beams": max(beams)}
+            if is_speech:
+                language, normalize = None, normalizer_of(load_processor(resolve_source(teacher)), languages[0])
+                references = [normalize(sound.text) for sound in pairs]
+                metrics = choose_metrics(metrics, references, references, default=SPEECH)
+            else:
+                sources, references = pairs["source"][:], pairs["target"][:]
             first: list[str] | None = None  # outputs of the first model and form
             comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
             comparison.signatures = signatures(metrics, references, language=language)
             for place in deployed:
-                bar.set_description(f"translate by {place.model} {place.form}")
-                engine = load_engine(place.folder, threads=threads)
-                tokenizer = load_pretrained(AutoTokenizer, names[place.model])
-                outputs = translate(pairs["source"][:], engine, tokenizer, num_beams=max(beams), split=False)
+                bar.set_description(f"outputs of {place.model} {place.form}")
+                if is_speech:
+                    outputs = list(map(normalize, _transcribe(place.folder, pairs, languages[0], **options)))
+                else:
+                    outputs = _translate(place.folder, names[place.model], sources, **options)
                 place.scores = score(outputs, references, metrics, language=language)
                 if first is None:
                     first = outputs
@@ -236,6 +268,19 @@ def compare_engines(
                     place.differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
                 bar.update()
     return comparison
+
+
+def _translate(folder: str, checkpoint: str, sources: list[str], *, threads: int, num_beams: int) -> list[str]:
+    tokenizer = load_pretrained(AutoTokenizer, checkpoint)
+    return translate(sources, load_engine(folder, threads=threads), tokenizer, num_beams=num_beams, split=False)
+
+
+def _transcribe(
+    folder: str, sounds: Sequence[Sound], language: str | None, *, threads: int, num_beams: int
+) -> list[str]:
+    with use_threads(threads):
+        loaded = load_speech(resolve_source(folder), threads=threads)
+        return transcribe(sounds, *loaded, language=language, num_beams=num_beams)
 
 
 def check_forms(forms: Iterable[str]) -> None:
@@ -366,25 +411,49 @@ def _measure() -> None:
     `[[batch size, beams, number of the model, [(tokens, seconds), …]], …]`, on stdout.
     """
     task = json.load(sys.stdin)
-    tokens, engines = task["new_tokens"], [load_engine(one, threads=task["cores"]) for one, _ in task["models"]]
+    load = _load_transcriber if task["reads_sound"] else _load_translator
+    loaded = [load(task, *model) for model in task["models"]]
 
-    def run(engine: Engine, batches: list[list[list[int]]], count: int) -> tuple[int, float]:
+    def run(work: Callable[[Any, int], int | float], batches: list, count: int) -> tuple[int | float, float]:
         start = time.perf_counter()
-        for batch in batches:
-            engine.generate(batch, num_beams=count, forced_length=tokens)
+        amount = sum(work(batch, count) for batch in batches)
         seconds = time.perf_counter() - start
         print(RUN_DONE, end="", flush=True)
-        return sum(map(len, batches)) * tokens, seconds
+        return amount, seconds
 
     found = []
     for size, count in task["settings"]:
         actions = {}
-        for number, (engine, (_, ids)) in enumerate(zip(engines, task["models"], strict=True)):
-            batches = [[sentence] for sentence in ids[: task["sentences"]]] if size == 1 else [ids[:size]]
-            engine.generate(batches[0], num_beams=count, forced_length=tokens)
-            actions[str(number)] = partial(run, engine, batches, count)
+        for number, (work, inputs) in enumerate(loaded):
+            batches = [[one] for one in inputs[: task["sentences"]]] if size == 1 else [inputs[:size]]
+            work(batches[0], count)
+            actions[str(number)] = partial(run, work, batches, count)
         found += [[size, count, number, timed] for number, timed in take_turns(actions, runs=task["runs"]).items()]
     print(json.dumps(found))
+
+
+def _load_translator(task: dict[str, Any], folder: str, ids: list[list[int]]) -> tuple[Callable, list]:
+    """A function that translates a batch and returns its tokens, and sentences."""
+    engine, tokens = load_engine(folder, threads=task["cores"]), task["new_tokens"]
+
+    def work(batch: list[list[int]], count: int) -> int:
+        engine.generate(batch, num_beams=count, forced_length=tokens)
+        return len(batch) * tokens
+
+    return work, ids
+
+
+def _load_transcriber(task: dict[str, Any], folder: str, place: list[str | None]) -> tuple[Callable, list]:
+    """A function that transcribes a batch and returns its seconds, and sounds of a place: data, language, column."""
+    data, language, column = place
+    loaded, sounds = load_speech(resolve_source(folder), threads=task["cores"]), find_sounds(data, column=column)
+    seconds = {sound.name: len(sound.read()) / RATE for sound in sounds[: task["sentences"]]}
+
+    def work(batch: list[Sound], count: int) -> float:
+        transcribe(batch, *loaded, language=language, num_beams=count)
+        return sum(seconds[sound.name] for sound in batch)
+
+    return work, sounds[: task["sentences"]]
 
 
 def _add_ratios(timings: list[Timing], teacher: str) -> None:

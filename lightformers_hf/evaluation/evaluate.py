@@ -64,7 +64,7 @@ class Measurements:
     memory_bytes: int | None = None  # peak of a process that loads the checkpoint and translates
     libraries_bytes: int | None = None  # the part of it that was there before the checkpoint was loaded
     tokens_per_second: float | None = None
-    tokens: int | None = None  # generated in one run of the speed measurement
+    tokens: float | None = None  # generated in one run of the speed measurement
     real_time_factor: float | None = None  # seconds of one core for a second of sound, of a model for speech
 
     @property
@@ -193,7 +193,7 @@ def evaluate(
     data, metrics = data_name(data), check_metrics(metrics)
     with on_disk(tokenizer, model, teacher) as (light, dense):
         places = dict(zip(names, (light, dense), strict=False))
-        if not read_json(Path(light, EXPORT_FILE)) and reads_sound(resolve_source(light)):
+        if reads_sound(resolve_source(light)):
             chosen = {"batch_size": batch_size, "num_beams": num_beams or 1, "max_new_tokens": max_new_tokens}
             columns = split_language(source_lang)[0], split_language(target_lang)[0]
             return evaluate_speech(

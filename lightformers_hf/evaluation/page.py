@@ -23,6 +23,7 @@ from .comparison import EngineComparison
 from .evaluate import Evaluation, Measurements, choose_columns, warn_of_overlap
 from .plots import Paint, save_picture, style
 from .quality import check_metrics, describe, labels
+from .transcribe import load_speech, read_transcribed, reads_sound, transcribe
 from .translate import translate
 
 KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forward"}
@@ -219,6 +220,16 @@ def _translate_samples(
     Of `parts`, the model's words in runs, each has whether the teacher's differ.
     """
     languages = {side: columns[side] for side in ("source", "target")}
+    if reads_sound(resolve_source(name)):
+        sounds = read_transcribed(data, column=languages["target"], split=columns["split"])
+        sounds = [sounds[i * len(sounds) // count] for i in range(min(count, len(sounds)))]
+        sources, references = ([getattr(sound, field) for sound in sounds] for field in ("name", "text"))
+        outputs = {
+            role: transcribe(sounds, *load_speech(resolve_source(one)), language=languages["source"], **generation)
+            for role, one in (("model", name), ("teacher", teacher))
+            if one
+        }
+        return _compare_samples(sources, references, outputs)
     loaded = load_pair(name, teacher, **languages)
     model, tokenizer = loaded["model"]
     source, target = choose_columns(name, model, tokenizer, **languages)
@@ -231,10 +242,17 @@ def _translate_samples(
     outputs = {
         role: translate(sources, *pair, split=False, progress=progress, **generation) for role, pair in loaded.items()
     }
-    theirs = outputs.get("teacher", [None] * count)
+    return _compare_samples(sources, pairs["target"], outputs)
+
+
+def _compare_samples(
+    sources: Sequence[str], references: Sequence[str], outputs: dict[str, list[str]]
+) -> list[dict[str, Any]]:
+    """Rows of the table of samples."""
+    theirs = outputs.get("teacher", [None] * len(sources))
     return [
         {"source": text, "reference": reference, "teacher": before, "parts": _mark_differences(before, after)}
-        for text, reference, before, after in zip(sources, pairs["target"], theirs, outputs["model"], strict=True)
+        for text, reference, before, after in zip(sources, references, theirs, outputs["model"], strict=True)
     ]
 
 

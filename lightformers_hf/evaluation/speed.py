@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 @dataclass
 class Speed:
-    """Generated tokens a second of one model: each run, the mean without extremes, and the tokens of a run."""
+    """Generated tokens a second of one model (or seconds of sound): the mean without extremes, runs, tokens of one."""
 
     tokens_per_second: float
     runs: list[float]
-    tokens: int
+    tokens: float
 
 
 def run_ratios(speed: Speed, to: Speed) -> list[float]:
@@ -150,7 +150,7 @@ def take_turns(
     return results
 
 
-def speed_of(timed: list[tuple[int, float]]) -> Speed:
+def speed_of(timed: Sequence[tuple[float, float]]) -> Speed:
     """The speed of runs, each so many tokens in so many seconds."""
     rates, dropped = [tokens / seconds for tokens, seconds in timed], len(timed) // 10
     return Speed(fmean(sorted(rates)[dropped : len(rates) - dropped]), rates, timed[-1][0])

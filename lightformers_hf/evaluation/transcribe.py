@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor
+from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor, GenerationConfig
 
+from ..engines import RunningSpeech, load_engine_file
+from ..files import EXPORT_FILE, read_json
 from ..loading import load_pretrained, unique_parameters, weight_bytes
 from ..processors import use_threads
-from ..speech import RATE, Sound, check_language, find_sounds
+from ..speech import RATE, Sound, check_language, find_sounds, prompt_of
 from .quality import SPEECH, check_metrics, choose_metrics, difference, score, signatures
 
 if TYPE_CHECKING:
@@ -23,8 +26,43 @@ LONGEST = 128  # tokens of a piece, by default: a model that repeats itself woul
 PROMPT = 4  # tokens before a transcript: start, language, task, and no time stamps
 
 
+@dataclass(frozen=True, eq=False)
+class SpeechEngine:
+    """An exported model for speech, run by its engine."""
+
+    model: RunningSpeech
+    generation_config: GenerationConfig
+    parameters: int
+    positions: int  # tokens at most
+
+    @classmethod
+    def load(cls, folder: Path, threads: int) -> SpeechEngine:
+        """Raises `ValueError` if the engine is not installed."""
+        description = read_json(folder / EXPORT_FILE)
+        generation = GenerationConfig.from_pretrained(folder)
+        running = load_engine_file(description["engine"]).load_speech(folder, generation, threads)
+        return cls(running, generation, description["parameters"], description["max_position_embeddings"])
+
+    def transcribe(
+        self, sound: Sound, processor: ProcessorMixin, language: str | None, num_beams: int, max_new_tokens: int
+    ) -> str:
+        """Return the transcript of a sound, each piece as long as the encoder reads by itself."""
+        wave, extractor, texts = sound.read(), processor.feature_extractor, []
+        for start in range(0, len(wave), size := extractor.chunk_length * RATE):
+            piece = wave[start : start + size]
+            features = extractor(piece, sampling_rate=RATE, return_tensors="np").input_features
+            if language is None and getattr(self.generation_config, "is_multilingual", False):
+                language = self.model.find_language(features)
+            prompt = prompt_of(self.generation_config, language)
+            tokens, _ = self.model.generate(features, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens)
+            texts.append(processor.decode(tokens, skip_special_tokens=True).strip())
+        return " ".join(texts)
+
+
 def reads_sound(folder: Path) -> bool:
-    """Whether a checkpoint is a model for speech."""
+    """Whether a checkpoint, or an export, is a model for speech."""
+    if description := read_json(folder / EXPORT_FILE):
+        return bool(description.get("reads_sound"))
     return hasattr(load_pretrained(AutoConfig, folder), "num_mel_bins")
 
 
@@ -41,9 +79,16 @@ def load_processor(folder: Path) -> ProcessorMixin:
     return processor
 
 
-def load_speech(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, ProcessorMixin]:
-    """Return a model for speech in float32, and its processor. Raises `ValueError` if it has no feature extractor."""
+def load_speech(
+    folder: Path, device: str = "cpu", threads: int = 1
+) -> tuple[PreTrainedModel | SpeechEngine, ProcessorMixin]:
+    """Return a model for speech in float32, or an export with so many threads, and its processor.
+
+    Raises `ValueError` if it has no feature extractor, or its engine is not installed.
+    """
     processor = load_processor(folder)
+    if (folder / EXPORT_FILE).is_file():
+        return SpeechEngine.load(folder, threads), processor
     model = load_pretrained(AutoModelForSpeechSeq2Seq, folder, dtype=torch.float32)
     return model.eval().to(device), processor
 
@@ -51,7 +96,7 @@ def load_speech(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, Pro
 @torch.inference_mode()
 def transcribe(
     sounds: Sequence[Sound],
-    model: PreTrainedModel,
+    model: PreTrainedModel | SpeechEngine,
     processor: ProcessorMixin,
     *,
     language: str | None = None,
@@ -66,14 +111,18 @@ def transcribe(
         {"language": language} if language and getattr(model.generation_config, "is_multilingual", False) else {}
     )
     longest = extractor.chunk_length * RATE
-    most = max_new_tokens or min(LONGEST, model.config.max_target_positions - PROMPT)
+    positions = model.positions if isinstance(model, SpeechEngine) else model.config.max_target_positions
+    most = min(max_new_tokens or LONGEST, positions - PROMPT)
     texts: list[str] = []
+    if isinstance(model, SpeechEngine):
+        bar = tqdm(sounds, desc="transcribing", unit="sound", disable=not progress)
+        return [model.transcribe(sound, processor, language, num_beams, most) for sound in bar]
     for start in tqdm(range(0, len(sounds), batch_size), desc="transcribing", unit="batch", disable=not progress):
         waves = [sound.read() for sound in sounds[start : start + batch_size]]
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"return_attention_mask": True}
         rules = dict(known)
         if any(len(wave) > longest for wave in waves):
-            options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+            options |= {"truncation": False, "padding": "longest"}
             rules["return_timestamps"] = True
         inputs = extractor(waves, sampling_rate=RATE, return_tensors="pt", **options).to(model.device)
         tokens = model.generate(**inputs, num_beams=num_beams, max_new_tokens=most, do_sample=False, **rules)
@@ -88,6 +137,16 @@ def normalizer_of(processor: ProcessorMixin, language: str | None) -> Callable[[
     if language not in (None, "en"):
         return BasicTextNormalizer()
     return EnglishTextNormalizer(getattr(processor.tokenizer, "english_spelling_normalizer", None) or {})
+
+
+def read_transcribed(
+    data: str, *, column: str | None, split: str = "test", max_samples: int | None = None
+) -> list[Sound]:
+    """As `find_sounds`. Raises `ValueError` for a sound without a transcript."""
+    sounds = find_sounds(data, column=column, split=split)[:max_samples]
+    if bare := [sound.name for sound in sounds if not sound.text]:
+        raise ValueError(f"{data} has no transcript of {bare[0]}, with which a model's is compared: add it")
+    return sounds
 
 
 def measure_speech(
@@ -109,9 +168,7 @@ def measure_speech(
     Raises:
         ValueError: sound without transcripts, or a language that a model does not transcribe.
     """
-    sounds = find_sounds(data, column=column, split=split)[:max_samples]
-    if bare := [sound.name for sound in sounds if not sound.text]:
-        raise ValueError(f"{data} has no transcript of {bare[0]}, with which a model's is compared: add it")
+    sounds = read_transcribed(data, column=column, split=split, max_samples=max_samples)
     loaded = {role: load_speech(folder, device) for role, folder in folders.items()}
     for role, (model, _) in loaded.items():
         check_language(model.generation_config, language, names[role])
@@ -126,7 +183,10 @@ def measure_speech(
             texts = transcribe(sounds, model, processor, language=language, progress=progress, **generation)
         rate = (time.process_time() - begun) / seconds
         outputs[role] = [normalize(text) for text in texts]
-        sizes = unique_parameters(model), weight_bytes(str(folders[role]))
+        if isinstance(model, SpeechEngine):
+            sizes = model.parameters, read_json(folders[role] / EXPORT_FILE)["weight_bytes"]
+        else:
+            sizes = unique_parameters(model), weight_bytes(str(folders[role]))
         measured[role] = (names[role], score(outputs[role], references, metrics), *sizes, rate)
     differences = {}
     if "teacher" in outputs:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -25,15 +27,16 @@ from ..engines.write import check_engine, expands_low_rank
 from ..evaluation.comparison import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
-from ..evaluation.transcribe import reads_sound
+from ..evaluation.transcribe import read_transcribed, reads_sound
 from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
 from ..hub import Push, check_push, push_folder
 from ..in_memory import identify, on_disk
 from ..languages import split_language, split_prefix
 from ..loading import resolve_source
-from ..options import takes, values_of
+from ..options import OptionError, takes, values_of
 from ..recovery import check_reports
 from ..results import Result
+from ..speech import TRANSCRIPTS, Sound, find_sounds
 from ..text import data_name, load_parallel
 from .convert import convert
 from .recover import Recovery, check_minutes, claim, find_added, recover
@@ -130,24 +133,32 @@ def compress(call: CompressArguments) -> Compression:
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
     overwrite = call.overwrite or is_only_planned
     with on_disk(call.tokenizer, call.model) as (teacher,):
-        if reads_sound(resolve_source(teacher)):
-            raise ValueError(
-                f"{teacher} is a model for speech, which compress does not support: call convert, recover and export"
-            )
+        is_speech = reads_sound(resolve_source(teacher))
+        if is_speech:
+            if shortlist:
+                raise OptionError("shortlist", f" is for text; {teacher} is a model for speech: remove it")
+            if not data:  # the teacher can transcribe
+                data = options.pop("calibration", None)
+                given = replace(given, train=data, calibration=data)
         read_source(call.model, call.to, call.tokenizer)
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
         if overwrite:
             check_parts(output)
-        source, target = find_columns(
-            teacher, split_language(call.source_lang)[0], split_language(call.target_lang)[0]
-        )
-        columns = split_prefix(source)[0], target  # a prefix that the teacher requires is added when they are read
-        texts = draw_texts(given, columns, values_of(call), metrics)
+        columns = split_language(call.source_lang)[0], split_language(call.target_lang)[0]
+        texts: Sequence[Any] | None
+        if is_speech:
+            texts = draw_sounds(given, columns[1], call.seed)
+        else:
+            source, target = find_columns(teacher, *columns)
+            columns = split_prefix(source)[0], target  # a prefix that the teacher requires is added when they are read
+            texts = draw_texts(given, columns, values_of(call), metrics)
         if overwrite or not (output / PLAN_FILE).exists():
             begin(output, record)
         files = write_texts(texts, output / "data", columns, given)
-        work = Work(call, teacher, output, files, columns, metrics, shortlist, options, note)
+        if is_speech and texts:  # the test is held out so
+            files = replace(files, train=files.calibration)
+        work = Work(call, teacher, output, files, columns, metrics, shortlist, options, note, is_speech)
         work.do()
     pushed = None
     if call.push_to_hub:
@@ -184,11 +195,12 @@ class Work:
     teacher: str
     output: Path
     files: Texts
-    columns: tuple[str, str]
+    columns: tuple[str | None, str | None]
     metrics: list[str]
     shortlist: str | None  # text for the deployed model's
     options: dict[str, Any]  # options of `convert`
     note: str  # on its method
+    reads_sound: bool = False
 
     def do(self) -> None:
         """Do the steps whose part is not there yet."""
@@ -217,12 +229,15 @@ class Work:
                 "this one (paired bootstrap)."
             )
         if drawn:
-            notes.append("The test was drawn from your data: a teacher trained on this text looks better than it is.")
+            notes.append("The test was drawn from your data: a teacher trained on it looks better than it is.")
         notes += [
-            "If the quality is not enough, give more minutes, more text, or a smaller ratio.",
-            "If it is not small or fast enough, give a larger ratio, fewer decoder layers, or a shortlist.",
+            f"If the quality is not enough, give more minutes, more {'sound' if self.reads_sound else 'text'}, or a "
+            "smaller ratio.",
+            "If it is not small or fast enough, give a larger ratio"
+            + (" or fewer decoder layers." if self.reads_sound else ", fewer decoder layers, or a shortlist."),
         ]
-        text = "held-out pairs of your data" if drawn else f"pairs of {Path(self.files.test).name}"
+        what = "sounds" if self.reads_sound else "pairs"
+        text = f"held-out {what} of your data" if drawn else f"{what} of {Path(self.files.test).name}"
         summary = summarize(recovery, comparison, self.call.to, text)
         return Compression(str(self.output), found, recovery, comparison, summary, notes, pushed)
 
@@ -246,7 +261,9 @@ class Work:
 
     def recover(self) -> None:
         """Train the result with its teacher, or resume the training."""
-        texts = {"data": self.files.train, "validation": self.files.validation, "exclude": self.files.test or None}
+        texts = {"data": self.files.train, "validation": self.files.validation}
+        if not self.reads_sound:  # whose parts are apart
+            texts["exclude"] = self.files.test or None
         asked = texts | self.sides | {"metrics": self.metrics} | {name: getattr(self.call, name) for name in TRAINING}
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
 
@@ -261,7 +278,7 @@ class Work:
     def deploy(self) -> None:
         """Export it."""
         texts = {"shortlist": self.shortlist} if self.shortlist else {}
-        if self.call.quantization == "int4":
+        if self.call.quantization == "int4" and not self.reads_sound:
             texts["calibration"] = self.files.train
         text: dict[str, Any] = texts | self.sides if texts else {}
         export(self.light, self.output / "deployed", to=self.call.to, quantization=self.call.quantization, **text)
@@ -271,9 +288,11 @@ class Work:
         deployed = f"{self.call.to}-{self.call.quantization}"
         forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.call.to]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
-        sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
-        named = (sides.get("source_lang") or self.columns[0], sides.get("target_lang") or self.columns[1])
-        source, target = find_columns(self.light, *named)  # which keeps a prefix that was given
+        source, target = self.columns
+        if not self.reads_sound:
+            sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
+            named = (sides.get("source_lang") or source, sides.get("target_lang") or target)
+            source, target = find_columns(self.light, *named)  # which keeps a prefix that was given
         settings |= self.measured | {"source": source, "target": target, "shortlist": self.shortlist}
         found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")
@@ -342,7 +361,30 @@ def draw_texts(
     return list(once.items())
 
 
-def write_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tuple[str, str], given: Texts) -> Texts:
+def draw_sounds(given: Texts, column: str | None, seed: int) -> list[Sound] | None:
+    """The sounds of the data in random order, to measure and to calibrate with; `None` where no parts are needed."""
+    for data in filter(None, (given.validation, given.test)):
+        read_transcribed(data, column=column)
+    if given.train is None:
+        raise OptionError("calibration", " is missing: a model for speech needs sound, give a folder of speech")
+    sounds = find_sounds(given.train, column=column)
+    if given.validation and given.test:
+        return None
+    if not all(sound.text for sound in sounds):
+        if not given.test:
+            raise ValueError(
+                f"{given.train} has sounds without transcripts: give test (--test), transcribed sound to measure on"
+            )
+        return None
+    if len(sounds) < 20:
+        raise ValueError(
+            f"{given.train} holds {len(sounds)} sounds: twenty and more are needed, or validation and test"
+        )
+    random.Random(seed).shuffle(sounds)
+    return sounds
+
+
+def write_texts(texts: Sequence[Any] | None, folder: Path, columns: tuple[Any, Any], given: Texts) -> Texts:
     """Files of calibration, validation and test: those given, the others from `texts`, written to `folder`."""
     if texts is None:
         return given
@@ -355,14 +397,26 @@ def write_texts(texts: list[tuple[str, str]] | None, folder: Path, columns: tupl
     }
     if not folder.is_dir():  # an interrupted compression resumes with its files there
         with atomic_output(folder) as temporary:
-            for part, pairs in parts.items():
-                rows = (dict(zip(columns, pair, strict=True)) for pair in pairs)
-                lines = "".join(json.dumps({"translation": row}, ensure_ascii=False) + "\n" for row in rows)
+            for part, rows in parts.items():
+                written = (_row(row, columns, temporary) for row in rows)
+                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written)
                 if lines:
                     (temporary / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     made = {part: str(folder / f"{part}.jsonl") for part in parts}
     test = given.test or made["test"]
     return Texts(given.train, given.validation or made["validation"], test, made["calibration"])
+
+
+def _row(row: tuple[str, str] | Sound, columns: tuple[Any, Any], folder: Path) -> dict[str, Any]:
+    """A row of a file in `folder`: a pair of texts, or a sound, of which a data set's gets a file."""
+    if not isinstance(row, Sound):
+        return {"translation": dict(zip(columns, row, strict=True))}
+    if isinstance(row.content, bytes):
+        place = Path(hashlib.sha256(row.content).hexdigest()[:16] + Path(row.name).suffix)
+        (folder / place).write_bytes(row.content)
+    else:
+        place = row.content.absolute()
+    return {"file_name": str(place), columns[1] or TRANSCRIPTS[0]: row.text}
 
 
 def check_parts(output: Path) -> None:

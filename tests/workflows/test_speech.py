@@ -1,0 +1,130 @@
+"""A tiny Whisper learns tones, becomes smaller, recovers from sound with and without transcripts, and is deployed."""
+
+import pytest
+from datasets import Audio, Dataset
+from speech import train_whisper, write_speech
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+
+from lightformers_hf import compress, convert, evaluate, recover
+from lightformers_hf.files import read_json
+from lightformers_hf.recovery import runs
+from lightformers_hf.speech import find_sounds
+from lightformers_hf.workflows.compress import Work
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A trained Whisper, a smaller one, and speech."""
+    root = tmp_path_factory.mktemp("speech")
+    words = train_whisper(root / "whisper")
+    write_speech(root / "with", words[:40])
+    write_speech(root / "without", words[:40], transcribed=False)
+    write_speech(root / "test", words[40:60])
+    options = {"calibration": str(root / "without"), "pattern": {"embedding": "dense"}, "progress": False}
+    convert(root / "whisper", root / "near", ratio=1.5, **options)
+    convert(root / "whisper", root / "far", method="paper", ratio=8, progress=False)
+    return root
+
+
+def error_rate(folder, root):
+    found = evaluate(folder, data=str(root / "test"), speed=False, progress=False, source_lang="en")
+    return found.model.scores["wer"]
+
+
+def test_calibration_on_sound_keeps_what_a_whisper_has_learned(root):
+    assert error_rate(root / "whisper", root) == 0
+    assert error_rate(root / "near", root) <= 10
+    assert error_rate(root / "far", root) >= 50
+
+
+@pytest.mark.parametrize("data", ["with", "without"])
+def test_it_recovers(data, root, tmp_path):
+    options = {"teacher": root / "whisper", "data": str(root / data), "minutes": 0.3, "device": "cpu"}
+    found = recover(root / "far", tmp_path / "out", **options, source_lang="en", progress=False)
+    assert found.with_teacher == (data == "without")
+    assert found.best_by == "wer"
+    assert found.after["wer"] < found.before["wer"]
+    assert error_rate(tmp_path / "out", root) < error_rate(root / "far", root)
+    assert AutoProcessor.from_pretrained(tmp_path / "out").feature_extractor.chunk_length == 2
+    assert AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "out").generation_config.is_multilingual
+
+
+def test_it_resumes_with_the_same_transcripts(root, tmp_path, monkeypatch):
+    def interrupt(self, args, state, control, **_):
+        if state.global_step:
+            raise KeyboardInterrupt
+
+    options = {"teacher": root / "whisper", "data": str(root / "without"), "minutes": 0.02, "progress": False}
+    monkeypatch.setattr(runs.Progress, "on_step_end", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        recover(root / "near", tmp_path / "out", **options)
+    kept = read_json(tmp_path / "out/translations.json"), read_json(tmp_path / "out/validation.json")
+    monkeypatch.undo()
+    monkeypatch.setattr("lightformers_hf.workflows.recover_speech.hear", lambda *_: pytest.fail("transcribed again"))
+    assert recover(root / "near", tmp_path / "out", **options).steps >= 1
+    assert kept == (read_json(tmp_path / "out/translations.json"), read_json(tmp_path / "out/validation.json"))
+
+
+def test_it_needs_sound(root, tmp_path):
+    with pytest.raises(ValueError, match="data is missing: a model for speech recovers from sound"):
+        recover(root / "near", tmp_path / "out", teacher=root / "whisper", minutes=1, progress=False)
+
+
+@pytest.mark.parametrize("layout", ["folder", "data set"])
+def test_one_call_does_it_all(layout, root, tmp_path, monkeypatch):
+    place = str(root / "with")
+    if layout == "data set":
+        rows = find_sounds(place)
+        contents = [{"bytes": sound.content.read_bytes(), "path": sound.name} for sound in rows]
+        data = Dataset.from_dict({"audio": contents, "sentence": [sound.text for sound in rows]})
+        place = str(tmp_path / "data.parquet")
+        data.cast_column("audio", Audio(decode=False)).to_parquet(place)
+    options = {"calibration": place, "ratio": 1.5, "pattern": {"embedding": "dense"}, "minutes": 0.05}
+    found = compress(root / "whisper", tmp_path / "small", progress=False, **options)
+    parts = [find_sounds(str(tmp_path / f"small/data/{part}.jsonl")) for part in ("calibration", "validation", "test")]
+    assert [len(part) for part in parts] == [32, 4, 4]
+    assert len({sound.read().tobytes() for part in parts for sound in part}) == len(set(read_all(place)))
+    assert read_json(tmp_path / "small/converted/compression.json")["calibration"] == "calibration.jsonl"
+    assert [place.scores["wer"] for place in found.engines.deployed] == [0, 0, 0, 0]
+    assert {place.form for place in found.engines.deployed} == {"transformers", "ctranslate2-int8"}
+    assert found.engines.rows()["1 core, batch 1, beam 1"][0][2] == "x real time"
+    assert error_rate(tmp_path / "small/deployed", root) == 0
+    monkeypatch.setattr(Work, "convert", lambda self: pytest.fail("converted again"))
+    assert compress(root / "whisper", tmp_path / "small", progress=False, **options).summary == found.summary
+
+
+def read_all(place):
+    return [sound.read().tobytes() for sound in find_sounds(place)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "calibration is missing: a model for speech needs sound"),
+        ({"calibration": "without"}, "has sounds without transcripts: give test"),
+        ({"calibration": "few"}, "holds 5 sounds: twenty and more are needed"),
+        ({"calibration": "with", "test": "without"}, "has no transcript of"),
+        ({"calibration": "with", "shortlist": "with"}, "shortlist is for text"),
+        ({"calibration": "with", "metrics": ["blue"]}, "blue"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_work(options, message, root, tmp_path):
+    write_speech(tmp_path / "few", ["ab"] * 5)
+    places = {name: root / name for name in ("with", "without")} | {"few": tmp_path / "few"}
+    options = {name: str(places[value]) if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        compress(root / "whisper", tmp_path / "small", ratio=2, progress=False, **options)
+    assert not (tmp_path / "small").exists()
+
+
+def test_sound_without_transcripts_needs_a_test_alone(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(Work, "evaluate", interrupt)
+    options = {"calibration": str(root / "without"), "test": str(root / "test"), "minutes": 0.01}
+    with pytest.raises(KeyboardInterrupt):
+        compress(root / "whisper", tmp_path / "small", ratio=1.5, progress=False, **options)
+    assert read_json(tmp_path / "small/recovered/recovery.json")["result"]["with_teacher"]
+    assert not (tmp_path / "small/data").exists()
+
+
+def interrupt(self):
+    raise KeyboardInterrupt
