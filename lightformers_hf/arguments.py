@@ -122,6 +122,14 @@ class RecoverArguments(TrainingOptions):
         Help("Column of the source; of multilingual models also the code: de=de_DE. T5: de='prefix: '.", "de"),
     ] = None
     target_lang: Annotated[str | None, Help("The same for the target.", "en")] = None
+    quantization: Annotated[
+        str | None,
+        Help(
+            "int8 or int4, of the deployed model: the last third of the training rounds its weights.",
+            more="Scores are those of the rounded weights; the saved ones are not rounded.",
+            values=("int8", "int4"),
+        ),
+    ] = None
     device: Annotated[str | None, Help("Where to train: cpu. Default: an accelerator, if there is one.", "cpu")] = None
     overwrite: Annotated[bool, Help("Start over in the folder of an earlier recovery.")] = False
     progress: Progress = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +23,6 @@ from .search import Search
 
 # Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
 ZERO = 1e-6
-LARGEST = 127  # value in int8, and sum of two neighbours in a row before rounding, which adds one at most
 
 
 # {tokenizer: family} of those that optimum and transformers.js have classes for; another one is run as BART.
@@ -299,21 +297,3 @@ def bias_or_zero(linear: tuple[Tensor, Tensor | None]) -> Tensor:
     """b of a (matrix, bias), zeros where it has none."""
     matrix, bias = linear
     return matrix.new_zeros(matrix.shape[1]) if bias is None else bias
-
-
-def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix in int8 with a scale for each row, fp32: values (n×m) and scales (n), so that values·scale ≈ rows.
-
-    Without VNNI (Intel before Ice Lake and Alder Lake, AMD before Zen 4), x86 multiplies inputs of 0 to 255 by weights
-    of −127 to 127 and adds the products of neighbours in 16 bits (`vpmaddubsw`). Larger values are cut off, without
-    a word. 255·128 does not, so no pair 2j, 2j + 1 of a row adds up to more than 128. That costs a quarter of a scale
-    or so, as two neighbours are hardly ever both the largest; halving it instead, as is usual, costs more.
-    """
-    rows = rows.astype(np.float32, copy=False)
-    even = rows.shape[1] // 2 * 2
-    largest, pairs = (
-        np.abs(numbers).max(axis=1, initial=0.0) for numbers in (rows, rows[:, 0:even:2] + rows[:, 1:even:2])
-    )
-    scales = np.maximum(largest, pairs) / LARGEST
-    scales = np.where(scales >= np.finfo(np.float32).tiny, scales, 1).astype(np.float32)
-    return np.rint(rows / scales[:, None]).astype(np.int8), scales

@@ -32,6 +32,7 @@ from ..checkpoints.teacher import Teacher
 from ..files import write_json
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
+from ..rounding import BLOCK, LOOKUPS, Moments, RoundedRows, bits_of, is_rounded, quantize_rows, rotate_factors, round_rows
 from .layers import (
     Attention,
     Biases,
@@ -40,11 +41,9 @@ from .layers import (
     Source,
     Stack,
     model_type,
-    quantize_rows,
     read_output,
     read_stack,
 )
-from .rounding import BLOCK, LOOKUPS, Moments, RoundedRows, rotate_factors, round_rows
 from .search import Search, Step, generate, log_softmax
 from .shortlist import Shortlist, narrow_search
 
@@ -74,7 +73,7 @@ def write(source: Source, folder: Path, quantization: str) -> Expansion:
             f"{', '.join(ACTIVATIONS)}): train the model with one of these"
         )
     model, moments = source.model, None
-    if quantization == "int4":
+    if quantization == "int4" and not is_rounded(model):
         model = copy.deepcopy(model)
         rotate_factors(model)
         moments = Moments(model, source.calibration)
@@ -153,12 +152,6 @@ class Graph:
     inputs: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
     values: int = 0
-
-    def bits(self, width: int) -> int:
-        """Bits of a matrix whose rows have so many values: in int4, rows of half a block or less have 8."""
-        if self.quantization == "int4" and width > BLOCK // 2:
-            return 4
-        return 8 if self.quantization in ("int4", "int8") else 32
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Add a node, and return its result. The attribute `domain` names the owner of the operator."""
@@ -248,23 +241,24 @@ class Graph:
         self, states: str, matrix: Tensor, bias: Tensor | None = None, *, moments_of: Tensor | None = None
     ) -> str:
         """states·matrix + bias. (…, m) → (…, n). `moments_of`: a matrix that gets these states, too."""
-        if self.bits(len(matrix)) == 4:
-            moments = self.moments.of(matrix if moments_of is None else moments_of)
+        if bits_of(self.quantization, len(matrix)) == 4:
+            moments = self.moments and self.moments.of(matrix if moments_of is None else moments_of)
             return self._multiply_int4(states, round_rows(matrix.T, moments), bias)
-        if self.bits(len(matrix)) == 8:
-            values, scales = quantize_rows(as_array(matrix.T))
-            return self._multiply(states, self.constant(np.ascontiguousarray(values.T)), bias, scales)
+        if bits_of(self.quantization, len(matrix)) == 8:
+            values, scales = quantize_rows(matrix.T)
+            return self._multiply(states, self.constant(values.T.numpy()), bias, scales)
         return self._multiply(states, self.constant(matrix), bias)
 
     def matmul_rows(self, states: str, table: Tensor, bias: Tensor | None = None) -> str:
         """states·tableᵀ + bias, for a table that is also looked up, and is stored once. (…, m), (n, m) → (…, n)."""
-        bits = self.bits(table.shape[1])
+        bits = bits_of(self.quantization, table.shape[1])
         if bits == 4:
             return self._multiply_int4(states, self._round_table(table), bias)
-        values, scales = quantize_rows(as_array(table)) if bits == 8 else (table, None)
-        return self._multiply(states, self.op("Transpose", self.constant(values), perm=[1, 0]), bias, scales)
+        values, scales = quantize_rows(table) if bits == 8 else (table, None)
+        rows = self.constant(values if scales is None else values.numpy())
+        return self._multiply(states, self.op("Transpose", rows, perm=[1, 0]), bias, scales)
 
-    def _multiply(self, states: str, matrix: str, bias: Tensor | None, scales: np.ndarray | None = None) -> str:
+    def _multiply(self, states: str, matrix: str, bias: Tensor | None, scales: Tensor | None = None) -> str:
         if scales is not None:
             inputs = [states, matrix, self.constant(scales)] + ([] if bias is None else ["", self.constant(bias)])
             return self.op("DynamicQuantizeMatMul", *inputs, domain=MICROSOFT)
@@ -272,7 +266,7 @@ class Graph:
         return product if bias is None else self.op("Add", product, self.constant(bias))
 
     def _round_table(self, table: Tensor) -> RoundedRows:
-        return round_rows(table, self.moments.of(table.T), LOOKUPS)
+        return round_rows(table, self.moments and self.moments.of(table.T), LOOKUPS)
 
     def _multiply_int4(self, states: str, rows: RoundedRows, bias: Tensor | None) -> str:
         """states·rowsᵀ + bias."""
@@ -286,7 +280,7 @@ class Graph:
 
     def lookup(self, table: Tensor, ids: str) -> str:
         """Rows of a table. Ids (…) → (…, m)."""
-        bits = self.bits(table.shape[1])
+        bits = bits_of(self.quantization, table.shape[1])
         if bits == 4:
             rounded = self._round_table(table)
             inputs = self.constant(rounded.packed), ids, self.half(rounded.scales)
@@ -295,8 +289,8 @@ class Graph:
             return self.op("Slice", found, *(self.constant([value]) for value in (0, rounded.width, -1)))
         if bits == 32:
             return self.op("Gather", self.constant(table), ids)
-        values, scales = quantize_rows(as_array(table))
-        rows = self.op("Cast", self.op("Gather", self.constant(values), ids), to=TensorProto.FLOAT)
+        values, scales = quantize_rows(table)
+        rows = self.op("Cast", self.op("Gather", self.constant(values.numpy()), ids), to=TensorProto.FLOAT)
         return self.op("Mul", rows, self.op("Gather", self.constant(scales[:, None]), ids))
 
     def project(self, states: str, linears: list[Weight]) -> list[str]:

@@ -26,12 +26,12 @@ from ..loading import hide_bars, position_limit, resolve_source, unique_paramete
 from ..options import OptionError
 from ..processors import usual_settings
 from ..results import Result
+from ..rounding import collate
 from ..speech import prompt_of
 from ..text import data_name
 from . import ARGOS, EngineFile, argos, load_engine_file
 from .engine import TransformersModel
 from .layers import Expansion, Source, read_source
-from .rounding import collate
 from .search import Search
 from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, translate_all
 from .tokenizer_file import TokenizerReport, write_tokenizer_file

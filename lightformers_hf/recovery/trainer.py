@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -17,12 +17,13 @@ from transformers import (
     Seq2SeqTrainer,
     Trainer,
 )
-from transformers.trainer_utils import TrainOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import ModelOutput
 
 from ..decoding import search_options
 from ..models.layers import MultiHeadAttention
 from ..processors import EvenProducts, cast_once, has_many_shapes, without_plans
+from ..rounding import rounded_matrices
 from .batches import EpochCallback, TokenBatchSampler
 from .stream import StreamLoader, StreamPosition, TokenBatches
 
@@ -134,6 +135,8 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
         distillation_temperature: divides both models' logits, above 0.
         hidden_weight: weight of `hidden_loss` between the encoders' and between the decoders' layers, beside the
             loss of logits and labels; 0 removes it.
+        quantization: int8 or int4: predictions, and evaluations, are those of weights that are rounded to it
+            (`rounded_matrices`), and so are training steps while `rounds()` is true. Saved weights are not rounded.
 
     Evaluation reports the loss against the labels alone: runs with and without a teacher compare. It is smoothed as
     in training, and, as in every `Trainer`, is the mean of its batches' means.
@@ -150,9 +153,12 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
         distillation_alpha: float = 0.5,
         distillation_temperature: float = 1.0,
         hidden_weight: float = 0.0,
+        quantization: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.quantization = quantization
+        self.rounds: Callable[[], bool] = lambda: True
         # Trainer then counts the target tokens of the step and leaves the loss as compute_loss scales it.
         self.model_accepts_loss_kwargs = True
         self.max_tokens = max_tokens
@@ -221,8 +227,18 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `FiniteTrainer`, with matrix multiplications of few shapes (`EvenProducts`)."""
         self.seen += len(args[1]["labels"]) * self.accelerator.num_processes
-        with EvenProducts() if self.evens_products else nullcontext(), without_plans():
+        with ExitStack() as stack:
+            if self.quantization and self.rounds():
+                stack.enter_context(rounded_matrices(self.model, self.quantization))
+            if self.evens_products:
+                stack.enter_context(EvenProducts())
+            stack.enter_context(without_plans())
             return super().training_step(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in `Seq2SeqTrainer`, with rounded weights if they are asked for."""
+        with torch.no_grad(), rounded_matrices(self.model, self.quantization) if self.quantization else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
 
     @cached_property
     def evens_products(self) -> bool:

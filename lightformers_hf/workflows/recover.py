@@ -50,6 +50,7 @@ from ..loading import (
     load_pretrained,
     resolve_source,
 )
+from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 from ..options import OptionError, takes, values_of
 from ..processors import has_fast_bf16
 from ..recovery import (
@@ -73,6 +74,7 @@ CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it e
 OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 # Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
 LEAST_RATIO = 0.9
+ROUNDED_TYPES = ("int8", "int4")  # of weights, in a training
 LATE = 1.5  # times its minutes: a recovery that takes longer says so
 
 
@@ -100,6 +102,8 @@ def recover(call: RecoverArguments) -> Recovery:
     check_minutes(call.minutes)
     check_reports(call.report_to)
     trains_on_cpu(call.device)
+    if call.quantization not in (None, *ROUNDED_TYPES):
+        raise OptionError("quantization", f" is {call.quantization!r}: expected {' or '.join(ROUNDED_TYPES)}")
     data, validation, exclude = map(data_name, (call.data, call.validation, call.exclude))
     asked = {name: value for name, value in values_of(call).items() if name not in NOT_ASKED}
     asked |= {"model": identify(call.model), "teacher": identify(call.teacher), "metrics": metrics or None}
@@ -149,9 +153,17 @@ def start_run(
     kind = SoundRun if reads_sound(folder) else Run
     tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
     attention = kind.cpu_attention if on_cpu else None
-    model = kind.load_model(folder, tokenizer, (call.source_lang, call.target_lang), attention, dropout=False)
+    languages, quantization = (call.source_lang, call.target_lang), call.quantization
+    model = kind.load_model(folder, tokenizer, languages, attention, dropout=False, quantization=quantization)
     check_vocabulary(tokenizer, model.config, light)
     check_generation(model.generation_config, folder)
+    if call.quantization and type(model) is not LightFormerForConditionalGeneration:
+        raise OptionError(
+            "quantization",
+            f" is given, but {light} is a {type(model).__name__}, and a training rounds those of LightFormers for "
+            "text alone: remove ",
+            "quantization",
+        )
     distiller = load_distiller(teacher, tokenizer, attention, model.config, kind.auto_model)
     if not on_cpu:
         distiller.to(torch.accelerator.current_accelerator())

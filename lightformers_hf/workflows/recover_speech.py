@@ -58,7 +58,7 @@ class SoundRun(Run):
 
     @classmethod
     def load_model(
-        cls, folder: Path, tokenizer: Any, languages: Any, attention: str | None, *, dropout: bool
+        cls, folder: Path, tokenizer: Any, languages: Any, attention: str | None, *, dropout: bool, **_: Any
     ) -> PreTrainedModel:
         return load_trainable(str(folder), attention, cls.auto_model, dropout=dropout)
 

@@ -80,6 +80,7 @@ from ..recovery.runs import (
     training_arguments,
 )
 from ..results import Result
+from ..rounding import rotate_factors, round_model
 from ..text import cut_texts, load_parallel, tokenize_pairs
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ RANDOM_TEXTS = 20_000  # that are drawn where there is no text
 COMPARED = 200  # at most so many translations of the teacher replace references
 LONGEST = 1024  # tokens of a text at most
 TRIAL_STEPS, FOR_TRIAL = 16, 0.03  # steps that measure the time of a step, and their share of the time
+ROUNDED = 1 / 3  # share of a training, at its end, with weights that are rounded as the deployed ones
 SAMPLE, BEAMS = 64, 4  # sources that measure the speed of translation, and the teacher's beams
 
 
@@ -148,10 +150,13 @@ class Run:
         attention: str | None,
         *,
         dropout: bool,
+        quantization: str | None = None,
     ) -> PreTrainedModel:
-        """The compressed model, with the dropout of its configuration or without any."""
+        """The compressed model, with the dropout of its configuration or without any, to be rounded while it trains."""
         model = load_trainable(str(folder), attention, cls.auto_model, dropout=dropout)
         set_languages(model, tokenizer, *languages)
+        if quantization == "int4":  # whose errors are smaller then
+            rotate_factors(model)
         return model
 
     @property
@@ -199,9 +204,10 @@ class Run:
         """The compressed model's, as it was."""
         return load_pretrained(AutoConfig, self.folder)
 
-    def load_light(self, *, dropout: bool) -> PreTrainedModel:
-        """The compressed model, with the dropout of its configuration or without any."""
-        return self.load_model(self.folder, self.tokenizer, self.languages, self.attention, dropout=dropout)
+    def load_light(self, quantization: str | None = None) -> PreTrainedModel:
+        """The compressed model, with the dropout of its configuration."""
+        place = self.folder, self.tokenizer, self.languages, self.attention
+        return self.load_model(*place, dropout=True, quantization=quantization)
 
     def read_data(self) -> tuple[Corpus, Dataset]:
         """Text to train on, without the sources of the validation, and the validation's pairs.
@@ -429,6 +435,7 @@ class Run:
             teacher=teacher,
             distillation_alpha=settings.alpha,
             hidden_weight=settings.hidden_weight if teacher is not None else 0.0,
+            quantization=None if model is self.distiller else self.call.quantization,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -438,11 +445,12 @@ class Run:
         settings, began = RecoverySettings(**record["settings"]), time.monotonic()
         self.shorten_validation(record["sentences"])
         if settings.dropout:
-            self.model = self.load_light(dropout=True)
+            self.model = self.load_light(self.call.quantization)
         pairs, parameters = self.training_text(record["translations"]), unique_parameters(self.model)
         trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
         pace = Pace(settings, began)
         trainer.add_callback(pace)
+        trainer.rounds = lambda: pace.done(trainer.state.global_step) >= 1 - ROUNDED
         checkpoint = find_last_checkpoint(self.output)
         with tqdm(total=settings.steps, desc="recovering", unit="step", disable=not self.call.progress) as bar:
             trainer.add_callback(Progress(bar, labels(self.metrics)))
@@ -459,7 +467,9 @@ class Run:
         best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
         if best_step == 0:
             self.say("no validation was better than at first: the model stays unchanged, more minutes help")
-        best, own = trainer.model if best_step else self.load_light(dropout=True), self.own_config
+        best, own = trainer.model if best_step else self.load_light(), self.own_config
+        if best_step and self.call.quantization:
+            round_model(best, self.call.quantization)
         for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
             setattr(best.config, name, getattr(own, name))
         best.to(own.dtype or torch.float32).save_pretrained(self.output)  # keeps its size on disk
@@ -479,6 +489,7 @@ class Run:
             translations=record["translations"],
             bad_lines=len(self.corpus.bad or ()),
             settings=record["settings"],
+            quantization=self.call.quantization,
         )
 
 
@@ -510,6 +521,8 @@ class Recovery(Result):
         translations: number of sources that the teacher translated first.
         settings: settings of the training.
         bad_lines: damaged lines of the data that were read and skipped.
+        quantization: type of the numbers to which weights were rounded for the scores of the model, and at the end of
+            the training; `None`: they were not.
     """
 
     output: str
@@ -527,6 +540,7 @@ class Recovery(Result):
     translations: int
     settings: dict[str, Any]
     bad_lines: int = 0
+    quantization: str | None = None
 
     def parts(self) -> list[Table]:
         """Return the table."""
@@ -543,6 +557,8 @@ class Recovery(Result):
         table.add_row("the teacher's", f"{show_scores(self.teacher)}, greedy, {self.sentences} sentences")
         table.add_row("the best was chosen by", labels([self.best_by])[self.best_by])
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
+        if self.quantization:
+            table.add_row("its weights in these scores", f"rounded to {self.quantization}; the written ones are not")
         best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
         table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")
         if self.translations:

@@ -19,6 +19,7 @@ from lightformers_hf.arguments import RecoverArguments
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
 from lightformers_hf.recovery.runs import FAR, choose_settings, find_distance, list_checkpoints, plan_steps
+from lightformers_hf.rounding import is_rounded
 from lightformers_hf.workflows.recover import Run, recover, start_run
 
 pytestmark = pytest.mark.usefixtures("few_random_texts")
@@ -98,6 +99,33 @@ def place(tmp_path_factory, tiny_marian, parallel_sentences):
 def options(place, teacher, **changes):
     asked = {"teacher": teacher, "data": str(place / "pairs.jsonl"), "minutes": 0.02, "progress": False}
     return asked | changes
+
+
+def test_a_rounded_recovery_is_scored_and_written_rounded(place, tiny_marian, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "measure", lambda self, model: (dict.fromkeys(self.measured, 0.0), 0.1))
+    for quantization in (None, "int4"):
+        output = tmp_path / str(quantization)
+        found = recover(place / "light", output, **options(place, tiny_marian, quantization=quantization))
+        assert found.quantization == quantization
+        assert is_rounded(AutoModelForSeq2SeqLM.from_pretrained(output)) == bool(quantization)
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "message"),
+    [
+        ("light", "int3", "quantization is 'int3': expected int8 or int4"),
+        ("light", "float16", "quantization is 'float16': expected int8 or int4"),
+        ("dense", "int4", r"quantization is given, but .* is a MarianMTModel, .*: remove quantization"),
+    ],
+)
+def test_quantizations_that_no_training_rounds_to(place, tiny_marian, tmp_path, model, value, message):
+    light = place / "light"
+    if model == "dense":
+        light = tmp_path / "dense"
+        shutil.copytree(tiny_marian, light)
+    with pytest.raises(ValueError, match=message):
+        recover(light, tmp_path / "out", **options(place, tiny_marian, quantization=value))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_recovery_goes_on_where_it_was_interrupted(place, tiny_marian, tmp_path, monkeypatch):

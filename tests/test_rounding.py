@@ -8,7 +8,7 @@ import torch
 from models.cases import make_model
 
 from lightformers_hf import export, load_engine
-from lightformers_hf.engines.rounding import (
+from lightformers_hf.rounding import (
     Moments,
     applied_factors,
     collate,

@@ -2,14 +2,19 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from lightformers_hf.engines.layers import quantize_rows
+from lightformers_hf.rounding import quantize_rows as quantize
 
 floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=True)
 matrices = arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=floats)
+
+
+def quantize_rows(matrix):
+    return [found.numpy() for found in quantize(torch.from_numpy(matrix))]
 
 
 def multiply_in_16_bits(inputs, weights):
