@@ -334,6 +334,33 @@ def engines(lab: Lab) -> Rows:
     yield from deployments(result)
 
 
+def deployed(lab: Lab) -> Rows:
+    """Quality against the bytes of the deployed model: two methods, two engines, int8 and int4."""
+    calibration = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
+
+    def deploy(model: str, engine: str, quantization: str) -> dict[str, object]:
+        name = f"deployed/{Path(model).name}-{engine}-{quantization}"
+        text = calibration if quantization == "int4" else ()
+        report = lab.run(name, "export", model, name, "--to", engine, "--quantization", quantization, *text,
+                         "--overwrite")  # fmt: skip
+        scores = {}
+        for test in TESTS:
+            data = ("--data", f"inputs/multi30k/{test}.jsonl", *LANGUAGES, *GREEDY)
+            found = lab.run(f"{name}-{test}", "evaluate", name, *data)["model"]["scores"]
+            scores |= {f"{test}_{metric}": value for metric, value in found.items()}
+        return {"form": f"{engine}-{quantization}", "megabytes": report["weight_bytes"] / 1e6, **scores}
+
+    forms = {"narrow": [("ctranslate2", "int8")], "low-rank": [("onnx", "int8"), ("onnx", "int4")]}
+    for form in [form for each in forms.values() for form in each]:
+        yield {"model": "teacher", "ratio": 1, **deploy("inputs/multi30k-de-en", *form)}
+    for ratio in (2, 4, 8):
+        for method, used in forms.items():
+            name = f"deployed/{ratio}-{method}"
+            lab.convert("multi30k-de-en", name, "--ratio", ratio, *PAIRS, "--method", method)
+            for form in used:
+                yield {"model": method, "ratio": ratio, **deploy(name, *form)}
+
+
 def deployments(result: dict) -> Rows:
     """Yield a row for each timing of engines: model, engine, beams, speeds, megabytes and scores."""
     for timing in result["timings"]:
@@ -470,6 +497,7 @@ EXPERIMENTS = {
     "alternatives": Experiment(alternatives, ("multi30k", "multi30k-de-en"), 50),
     "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
+    "deployed": Experiment(deployed, ("multi30k", "multi30k-de-en"), 30),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
