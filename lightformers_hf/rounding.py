@@ -152,19 +152,23 @@ def rounded_matrices(model: nn.Module, quantization: str) -> Iterator[None]:
 
     Gradients reach the stored matrices as if nothing was rounded. A shared matrix is rounded once for each direction.
     """
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    stored: dict[nn.Module, dict[str, nn.Parameter]] = {}
     made: dict[tuple[int, bool], Tensor] = {}
     try:
         for module, name, matrix, by_columns in [*list_matrices(model)]:
+            stored.setdefault(module, dict(module.named_parameters(recurse=False)))
             key = id(matrix), by_columns
             if key not in made:
                 made[key] = _StraightThrough.apply(matrix, quantization, by_columns)
-            swapped.append((module, name, matrix))
-            module._parameters[name] = made[key]
+            delattr(module, name)
+            setattr(module, name, made[key])
         yield
     finally:
-        for module, name, matrix in swapped:
-            module._parameters[name] = matrix
+        for module, parameters in stored.items():  # all of a module, which keeps their order
+            for name in parameters:
+                delattr(module, name)
+            for name, parameter in parameters.items():
+                module.register_parameter(name, parameter)
 
 
 @torch.no_grad()

@@ -80,18 +80,21 @@ def test_values_are_those_of_the_export(variant, quantization, tmp_path):
     model.save_pretrained(tmp_path / "light")
     export(tmp_path / "light", tmp_path / "out", to="onnx", quantization=quantization)
     exported = read_matrices(tmp_path / "out", "_q4" if quantization == "int4" else "_quantized")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
     kinds = set()
     with rounded_matrices(model, quantization):
         for module in model.modules():
-            for name, tensor in module._parameters.items():
-                if not isinstance(tensor, torch.nn.Parameter) and tensor is not None:
+            for name, tensor in vars(module).items():
+                if isinstance(tensor, torch.Tensor):
                     rows = tensor.T if name == "basis" and isinstance(module, torch.nn.Embedding) else tensor
                     kinds.add(bits_of(quantization, rows.shape[1]))
                     for row in rows.detach().numpy():
                         assert as_bytes(row) in exported
     assert kinds == ({8} if quantization == "int8" else {4, 8})
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [*before] == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(*before[name])
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
