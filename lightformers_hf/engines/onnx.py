@@ -32,7 +32,17 @@ from ..checkpoints.teacher import Teacher
 from ..files import write_json
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
-from ..rounding import BLOCK, LOOKUPS, Moments, RoundedRows, bits_of, is_rounded, quantize_rows, rotate_factors, round_rows
+from ..rounding import (
+    BLOCK,
+    LOOKUPS,
+    Moments,
+    RoundedRows,
+    bits_of,
+    is_rounded,
+    quantize_rows,
+    rotate_factors,
+    round_rows,
+)
 from .layers import (
     Attention,
     Biases,

@@ -152,7 +152,7 @@ class Run:
         dropout: bool,
         quantization: str | None = None,
     ) -> PreTrainedModel:
-        """The compressed model, with the dropout of its configuration or without any, to be rounded while it trains."""
+        """The compressed model, with the dropout of its configuration or without any, ready to be rounded."""
         model = load_trainable(str(folder), attention, cls.auto_model, dropout=dropout)
         set_languages(model, tokenizer, *languages)
         if quantization == "int4":  # whose errors are smaller then

@@ -34,7 +34,11 @@ def build_trainer(tiny_marian, tmp_path, tokens):
             model = AutoModelForSeq2SeqLM.from_pretrained(tiny_marian)
             for parameter in model.parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
-        recovery = {k: options.pop(k) for k in list(options) if k.startswith(("max_tokens", "distillation", "hidden", "quantization"))}
+        recovery = {
+            k: options.pop(k)
+            for k in list(options)
+            if k.startswith(("max_tokens", "distillation", "hidden", "quantization"))
+        }
         plain = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
         quiet = {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "seed": 0}
         args = Seq2SeqTrainingArguments(str(tmp_path / "out"), **(plain | quiet | options))
