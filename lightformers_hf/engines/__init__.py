@@ -17,7 +17,8 @@ name. The file has:
 - and if the Hub has another name for the program that loads the folder, `LIBRARY`; if ten lines of Python run the
   folder without this package, `EXAMPLE`, with `{folder}`, `{text}`, and `{first}` and `{skip}` for a forced token;
 - and if it runs models for speech, `write_speech(source, folder, quantization)`, `load_speech(folder, generation,
-  threads)`, which returns a model as of `RunningSpeech`, and `SPEECH_EXAMPLE`;
+  threads)`, which returns a model as of `RunningSpeech`, and the program that loads the folder, `SPEECH_PROGRAM`, with
+  `SPEECH_EXAMPLE`;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine: its names are imported when they are first used.
@@ -67,7 +68,7 @@ class RunningSpeech(Protocol):
 
     def find_language(self, features: np.ndarray) -> str: ...
 
-    def generate(
+    def transcribe(
         self, features: np.ndarray, prompt: list[int], *, num_beams: int, max_new_tokens: int
     ) -> tuple[list[int], float]:
         """The tokens after a prompt, without the end, and the sum of their log p, with the end's; of beams, 0."""
@@ -84,6 +85,7 @@ class EngineFile(Protocol):
     def write_shortlist(self, source: Teacher, folder: Path, quantization: str, shortlist: Shortlist) -> None: ...
 
     SPEECH_EXAMPLE: str
+    SPEECH_PROGRAM: str
 
     def write_speech(self, source: Teacher, folder: Path, quantization: str) -> Expansion: ...
 

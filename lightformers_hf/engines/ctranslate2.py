@@ -325,10 +325,10 @@ class CTranslate2Speech:
         """The language of a spectrogram."""
         return self.model.detect_language(ctranslate2.StorageView.from_array(features))[0][0][0].strip("<|>")
 
-    def generate(
+    def transcribe(
         self, features: np.ndarray, prompt: list[int], *, num_beams: int, max_new_tokens: int
     ) -> tuple[list[int], float]:
-        """As `RunningSpeech.generate`."""
+        """As `RunningSpeech.transcribe`."""
         # The engine generates half of `max_length` at most, and leaves the other half to the prompt.
         longest = 2 * max(max_new_tokens, len(prompt))
         options = {"beam_size": num_beams, "max_length": longest, "length_penalty": 0}
@@ -406,6 +406,7 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     write_json({**read_json(folder / "config.json"), "model_type": model_type(source)}, folder / "config.json")
 
 
+SPEECH_PROGRAM = "faster-whisper"
 SPEECH_EXAMPLE = """from faster_whisper import WhisperModel
 
 model = WhisperModel("{folder}", device="cpu", compute_type="default")

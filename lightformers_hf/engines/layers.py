@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoints.teacher import Teacher, read
+from ..checkpoints.teacher import Teacher, read, reads_sound
 from ..in_memory import AnyModel, check_tokenizer_of, model_name
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
@@ -43,7 +43,9 @@ class Source(Teacher):
 
 
 def model_type(source: Teacher) -> str:
-    """`model_type` of the family in transformers whose tokenizer, or positions, a model has."""
+    """`model_type` of the family in transformers whose inputs, tokenizer, or positions, a model has."""
+    if reads_sound(source.model.config):
+        return "whisper"
     if source.model.config.position_embedding_type in RELATIVE_POSITIONS:
         return "t5"
     return FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")

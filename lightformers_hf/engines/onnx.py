@@ -1,10 +1,11 @@
 """LightFormer → ONNX in the layout of optimum and transformers.js, and a loop that runs it with ONNX Runtime.
 
-`onnx/encoder_model.onnx` turns ids into hidden states. `onnx/decoder_model_merged.onnx` turns target ids, hidden
-states and caches into logits and longer caches. Its input `use_cache_branch` decides where keys and values of
-cross-attention come from: computed from the hidden states at the first step, from the cache afterwards. File names end
-in `_quantized` in int8, in `_q4` in int4, and in `_fp16` in 16 bits. Each graph holds all its weights, because
-transformers.js opens no file for two graphs; weights that several layers share are stored once in a graph.
+`onnx/encoder_model.onnx` turns ids, or the spectrogram of a sound, into hidden states.
+`onnx/decoder_model_merged.onnx` turns target ids, hidden states and caches into logits and longer caches. Its input
+`use_cache_branch` decides where keys and values of cross-attention come from: computed from the hidden states at the
+first step, from the cache afterwards. File names end in `_quantized` in int8, in `_q4` in int4, and in `_fp16` in 16
+bits. Each graph holds all its weights, because transformers.js opens no file for two graphs; weights that several
+layers share are stored once in a graph.
 
 The loop of this package reads the same files. It resolves `use_cache_branch` when it loads them (`specialize`): one
 graph computes the hidden states and the cross-attention's keys and values, the other one step.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, GenerationConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
-from ..checkpoints.teacher import Teacher
+from ..checkpoints.teacher import Teacher, reads_sound
 from ..files import write_json
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
@@ -65,6 +69,7 @@ FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
 SUFFIXES = {"int4": "_q4", "int8": "_quantized", "float16": "_fp16", "float32": ""}
 SIDES = ("encoder", "decoder")
+SPEECH_SIZES = ("num_mel_bins", "max_source_positions", "max_target_positions", "median_filter_width")
 LARGEST_FILE = 2**31 - 1  # limit of a message of protocol buffers
 OUTPUT = "output"  # begins the names of the nodes of the output layer
 OPSET, IR_VERSION = 20, 9  # supported by ONNX Runtime from 1.17
@@ -92,9 +97,9 @@ def write(source: Source, folder: Path, quantization: str) -> Expansion:
     for name in (ENCODER, DECODER):
         graph = Graph(name.partition("_")[0], quantization, activation, model.config.normalize_before, moments)
         if name == ENCODER:
-            encoder_graph(graph, encoder, model.config.d_model)
+            encoder_graph(graph, encoder, model.model.encoder)
         else:
-            states = decoder_graph(graph, decoder, model.config.d_model)
+            states = decoder_graph(graph, decoder, model.config.d_model, is_speech=reads_sound(model.config))
             output_logits(graph, states, read_output(model), model.output_scale)
         file = folder / FOLDER / f"{name}{SUFFIXES[quantization]}.onnx"
         if (size := sum(len(tensor.raw_data) for tensor in graph.constants.values())) > LARGEST_FILE:
@@ -122,7 +127,7 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     read from the graph.
     """
     config, has_t5 = source.model.config, source.model.config.position_embedding_type in RELATIVE_POSITIONS
-    family = model_type(source)
+    is_speech, family = reads_sound(config), model_type(source)
     named = ("vocab_size", "d_model", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     fields = {name: getattr(config, name) for name in named}
     fields |= {"decoder_start_token_id": source.generation_config.decoder_start_token_id, "is_encoder_decoder": True}
@@ -132,9 +137,14 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     else:
         sizes = ("layers", "attention_heads", "ffn_dim")
         fields |= {name: getattr(config, name) for side in SIDES for name in (f"{side}_{size}" for size in sizes)}
-        fields |= {name: getattr(config, name) for name in ("decoder_vocab_size", "max_position_embeddings")}
+        others = SPEECH_SIZES if is_speech else ("decoder_vocab_size", "max_position_embeddings")
+        fields |= {name: getattr(config, name) for name in others}
     written = AutoConfig.for_model(family, **fields).to_dict()
-    written["architectures"] = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[family]]
+    names = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES if is_speech else MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    written["architectures"] = [names[family]]
+    if is_speech:
+        write_json(written, folder / "config.json")
+        return
     written["decoder_vocab_size"] = config.decoder_vocab_size
     written["target_codes"] = list(getattr(source.tokenizer, "supported_language_codes", ()))  # for the page
     if prefix:
@@ -161,6 +171,7 @@ class Graph:
     widened: dict = field(default_factory=dict)
     inputs: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
+    types: list = field(default_factory=list)  # of values that ONNX Runtime can't infer
     values: int = 0
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
@@ -223,29 +234,46 @@ class Graph:
     def model(self) -> onnx.ModelProto:
         casts = [helper.make_node("Cast", [old], [new], to=TensorProto.FLOAT) for new, old in self.widened.items()]
         graph = helper.make_graph(
-            casts + self.nodes, self.name, self.inputs, self.outputs, list(self.constants.values())
+            casts + self.nodes,
+            self.name,
+            self.inputs,
+            self.outputs,
+            list(self.constants.values()),
+            value_info=self.types,
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="lightformers_hf")
 
     def attend(
-        self, attention: Attention, inputs: list[str], *, mask: str = "", bias: str = "", past: list[str] | None = None
+        self,
+        attention: Attention,
+        inputs: list[str],
+        *,
+        mask: str = "",
+        bias: str = "",
+        past: list[str] | None = None,
+        with_scores: bool = False,
     ) -> list[str]:
         """Multi-head attention of queries (B, T, H·d_k), keys and values; these two may also be (B, H, S, d_k).
 
         The mask (B, S), int32, is 0 for keys that are not attended to. The bias (1, H, T, S) is added to the scores.
         Past keys and values (B, H, P, d_k) come first: the attention is causal, and returns all keys and values, too.
+        Without past ones, the scores (B, H, T, S) are the fourth result, if asked for.
         """
-        return self.add_node(
+        results = self.add_node(
             "MultiHeadAttention",
             *(*inputs, "", mask, bias, *(past or ())),
-            count=3 if past else 1,
+            count=4 if with_scores else 3 if past else 1,
             domain=MICROSOFT,
             num_heads=attention.heads,
             scale=float(attention.scale),
             mask_filter_value=MASKED,
             unidirectional=int(past is not None),
         )
+        if with_scores:
+            self.types.append(helper.make_tensor_value_info(results[3], TensorProto.FLOAT, None))
+            self.nodes[-1].output[1] = self.nodes[-1].output[2] = ""
+        return results
 
     def matmul(
         self, states: str, matrix: Tensor, bias: Tensor | None = None, *, moments_of: Tensor | None = None
@@ -409,17 +437,21 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().numpy()
 
 
-def encoder_graph(graph: Graph, encoder: Stack, width: int) -> None:
-    """Ids and mask (B, S) → hidden states (B, S, d)."""
-    ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", "encoder_sequence_length"])
-    mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "encoder_sequence_length"])
-    mask = graph.op("Cast", mask, to=TensorProto.INT32)
-    zero, length = graph.constant([0]), graph.op("Shape", ids, start=1)
-    places = graph.op("Range", graph.constant(0), graph.op("Squeeze", length), graph.constant(1))
-    positions = None
-    if encoder.positions is not None:
-        positions = graph.op("Slice", graph.position_table(encoder), zero, length)
-    states = graph.embed(encoder, ids, positions)
+def encoder_graph(graph: Graph, encoder: Stack, module: nn.Module) -> None:
+    """Ids and mask (B, S), or a spectrogram (B, M, 2·S) → hidden states (B, S, d)."""
+    if encoder.embedding is None:
+        states, mask, places, length = convolve(graph, encoder, module), "", "", module.config.max_source_positions
+    else:
+        length = "encoder_sequence_length"
+        ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", length])
+        mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", length])
+        mask = graph.op("Cast", mask, to=TensorProto.INT32)
+        zero, end = graph.constant([0]), graph.op("Shape", ids, start=1)
+        places = graph.op("Range", graph.constant(0), graph.op("Squeeze", end), graph.constant(1))
+        positions = None
+        if encoder.positions is not None:
+            positions = graph.op("Slice", graph.position_table(encoder), zero, end)
+        states = graph.embed(encoder, ids, positions)
     for layer in encoder.layers:
         bias = graph.relative_bias(layer.biases, places, places)
         attention, norm = layer.attention, layer.attention_norm
@@ -427,7 +459,20 @@ def encoder_graph(graph: Graph, encoder: Stack, width: int) -> None:
         (context,) = graph.attend(attention, inputs, mask=mask, bias=bias)
         states = graph.feed_forward(graph.leave(states, graph.project_output(context, attention), norm), layer)
     states = graph.norm(states, encoder.final_norm)
-    graph.output(states, "last_hidden_state", ["batch_size", "encoder_sequence_length", width])
+    graph.output(states, "last_hidden_state", ["batch_size", length, module.config.d_model])
+
+
+def convolve(graph: Graph, encoder: Stack, module: nn.Module) -> str:
+    """Spectrogram (B, M, 2·S) → the first layer's input (B, S, d). Weights have 16 bits where matrices have fewer."""
+    config = module.config
+    shape = ["batch_size", config.num_mel_bins, 2 * config.max_source_positions]
+    states = graph.input("input_features", TensorProto.FLOAT, shape)
+    for layer in (module.conv1, module.conv2):
+        values = as_array(layer.weight)
+        weight = graph.constant(values) if graph.quantization == "float32" else graph.half(values)
+        sizes = {"kernel_shape": layer.kernel_size, "pads": 2 * layer.padding, "strides": layer.stride}
+        states = graph.op("Gelu", graph.op("Conv", states, weight, graph.constant(layer.bias), **sizes))
+    return graph.op("Add", graph.op("Transpose", states, perm=[0, 2, 1]), graph.position_table(encoder))
 
 
 def cache_names(when: str, depth: int, side: str) -> list[str]:
@@ -435,16 +480,19 @@ def cache_names(when: str, depth: int, side: str) -> list[str]:
     return [f"{when}.{depth}.{side}.{kind}" for kind in ("key", "value")]
 
 
-def decoder_graph(graph: Graph, decoder: Stack, width: int) -> str:
+def decoder_graph(graph: Graph, decoder: Stack, width: int, *, is_speech: bool = False) -> str:
     """T tokens of each of N = B·K sequences (K beams) and caches → hidden states (N, T, d) and longer caches.
 
     Beams of a sentence may read the same cross-attention, as if they were positions of one: the cache of
-    cross-attention then has B rows.
+    cross-attention then has B rows. For speech there is no mask, and the weights of cross-attention (N, H, T, S) are
+    outputs, from which time stamps of words follow.
     """
     ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", "decoder_sequence_length"])
     hidden = graph.input("encoder_hidden_states", TensorProto.FLOAT, ["batch_size", "encoder_sequence_length", width])
-    mask = graph.input("encoder_attention_mask", TensorProto.INT64, ["batch_size", "encoder_sequence_length"])
-    mask = graph.op("Cast", mask, to=TensorProto.INT32)
+    mask = ""
+    if not is_speech:
+        mask = graph.input("encoder_attention_mask", TensorProto.INT64, ["batch_size", "encoder_sequence_length"])
+        mask = graph.op("Cast", mask, to=TensorProto.INT32)
     caches = read_caches(graph, decoder, ids, hidden)
     zero, shape = graph.constant([0]), graph.op("Shape", ids)
     past = graph.op("Shape", caches[0]["decoder"][0], start=2, end=3)
@@ -472,7 +520,11 @@ def decoder_graph(graph: Graph, decoder: Stack, width: int) -> str:
         (query,) = graph.project(graph.enter(states, norm), list(attention.inputs[:1]))
         inner_width = attention.heads * attention.head_dim
         query = graph.op("Reshape", query, graph.op("Concat", rows, graph.constant([-1, inner_width]), axis=0))
-        (context,) = graph.attend(attention, [query, *caches[layer.cross_source]["encoder"]], mask=mask)
+        keys = caches[layer.cross_source]["encoder"]
+        context, *others = graph.attend(attention, [query, *keys], mask=mask, with_scores=is_speech)
+        if is_speech:
+            sizes = ["batch_size", attention.heads, "decoder_sequence_length", "encoder_sequence_length_out"]
+            graph.output(graph.op("Softmax", others[-1], axis=-1), f"cross_attentions.{depth}", sizes)
         context = graph.op("Reshape", context, graph.op("Concat", shape, graph.constant([inner_width]), axis=0))
         states = graph.feed_forward(graph.leave(states, graph.project_output(context, attention), norm), layer)
     return graph.norm(states, decoder.final_norm)
@@ -562,7 +614,10 @@ def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelPr
     found = {name: inputs[value.name] for name, value in zip(choice.output, cached.output, strict=True)}
     if sliced:
         slice_output(step.graph)
-    narrow(step.graph, [value for value in step.graph.output if not is_cross[value.name]], found)
+    kept = [value for value in step.graph.output if value.name == "logits" or ".decoder." in value.name]
+    for node in step.graph.node:  # without the scores of cross-attention
+        del node.output[1 if list(node.output[1:3]) == ["", ""] else len(node.output) :]
+    narrow(step.graph, kept, found)
     return first, step
 
 
@@ -634,23 +689,30 @@ class OnnxModel:
         mask = np.zeros_like(ids)
         for row, sentence in enumerate(batch):
             ids[row, : len(sentence)], mask[row, : len(sentence)] = sentence, 1
-        names = [name.replace("past_key_values", "present") for name in self._cross]
-        cross = self.encoder.run(names, {"input_ids": ids, "attention_mask": mask})
-        feeds = dict(zip(self._cross, cross, strict=True)) | {"encoder_attention_mask": mask}
-        for name, (_, heads, _, head_dim) in zip(self._past, self._present.values(), strict=True):
-            feeds[name] = np.zeros([len(batch) * num_beams, heads, 0, head_dim], dtype=np.float32)
+        feeds = {"encoder_attention_mask": mask}
         if self.shortlist is not None:
             feeds["candidates"] = np.arange(self.shortlist.vocabulary) if candidates is None else candidates
-        same = np.arange(len(batch) * num_beams)
+        return self.decode({"input_ids": ids, "attention_mask": mask}, feeds, len(batch) * num_beams)
+
+    def decode(self, inputs: dict[str, np.ndarray], feeds: dict[str, np.ndarray], rows: int) -> Step:
+        """Encode inputs, and return the function that computes the logits of so many rows, step by step.
+
+        Its tokens may also be several for each row.
+        """
+        names = [name.replace("past_key_values", "present") for name in self._cross]
+        feeds = feeds | dict(zip(self._cross, self.encoder.run(names, inputs), strict=True))
+        for name, (_, heads, _, head_dim) in zip(self._past, self._present.values(), strict=True):
+            feeds[name] = np.zeros([rows, heads, 0, head_dim], dtype=np.float32)
+        same = np.arange(rows)
 
         def step(tokens: np.ndarray, order: np.ndarray | None) -> np.ndarray:
             if order is not None and not np.array_equal(order, same):
                 for name in self._past:
                     feeds[name] = feeds[name][order]
-            feeds["input_ids"] = np.ascontiguousarray(tokens)[:, None]
+            feeds["input_ids"] = np.ascontiguousarray(tokens).reshape(rows, -1)
             logits, *caches = self.decoder.run(["logits", *self._present], feeds)
             feeds.update(zip(self._past, caches, strict=True))
-            return logits[:, 0]
+            return logits[:, -1]
 
         return step
 
@@ -671,7 +733,46 @@ class OnnxModel:
         return scores
 
 
-load = OnnxModel
+class OnnxSpeech(OnnxModel):
+    """An exported model for speech: see `load_speech` of `evaluation.transcribe`."""
+
+    def __init__(self, folder: Path, generation: GenerationConfig, threads: int):
+        self.generation, end = generation, generation.eos_token_id
+        suppressed = {"suppressed": generation.suppress_tokens, "first": generation.begin_suppress_tokens}
+        rules: dict[str, Any] = {name: tuple(tokens or ()) for name, tokens in suppressed.items()}
+        search = Search(generation.decoder_start_token_id, end, (end,), **rules)
+        super().__init__(folder, search, threads)
+
+    def find_language(self, features: np.ndarray) -> str:
+        """The language of a spectrogram."""
+        step = self.decode({"input_features": features}, {}, 1)
+        logits, languages = step(np.array([self.search.start]), None)[0], self.generation.lang_to_id
+        return max(languages, key=lambda name: logits[languages[name]]).strip("<|>")
+
+    def transcribe(
+        self, features: np.ndarray, prompt: list[int], *, num_beams: int, max_new_tokens: int
+    ) -> tuple[list[int], float]:
+        """As `RunningSpeech.transcribe`."""
+        search = replace(self.search, start=prompt[-1], num_beams=num_beams, max_new_tokens=max_new_tokens)
+        compute, scores = self.decode({"input_features": features}, {}, num_beams), []
+        if len(prompt) > 1:
+            compute(np.tile(prompt[:-1], (num_beams, 1)), None)
+
+        def step(tokens: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+            logits = compute(tokens, order)
+            scores.append(float(log_softmax(search.restrict(logits, len(scores), tokens[:, None])).max()))
+            return logits
+
+        (tokens,) = generate(step, 1, search)
+        return [token for token in tokens if token not in search.ends], sum(scores)
+
+
+load, load_speech, write_speech = OnnxModel, OnnxSpeech, write
+SPEECH_PROGRAM = "transformers.js"
+SPEECH_EXAMPLE = """import {{ pipeline }} from "@huggingface/transformers"; // transformers.js
+
+const transcribe = await pipeline("automatic-speech-recognition", "{folder}", {{ dtype: "q8" }});
+console.log(await transcribe("speech.wav", {{ return_timestamps: "word" }}));"""
 
 
 def describe_loading(folder: Path) -> str:

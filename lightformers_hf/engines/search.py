@@ -38,6 +38,7 @@ class Search:
     early_stopping: bool | str = False
     no_repeat_ngram_size: int = 0
     suppressed: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()  # tokens that are suppressed at the first step
     forced_start: int | None = None
     forced_end: int | None = None
     renormalizes: bool = False
@@ -123,7 +124,8 @@ class Search:
             scores = np.full_like(scores, -np.inf)
             scores[:, forced] = 0
             return scores
-        for token in self.suppressed + (self.ends if step < self.min_new_tokens else ()):
+        barred = self.suppressed + (self.first if step == 0 else ())
+        for token in barred + (self.ends if step < self.min_new_tokens else ()):
             scores[:, token] = -np.inf
         size = self.no_repeat_ngram_size
         if size and tokens.shape[1] + 1 >= size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..files import EXPORT_FILE, atomic_output, check_output, write_json
 from ..in_memory import AnyModel, given_folders
 from ..languages import find_prefixes, named_columns
 from ..loading import hide_bars, position_limit, resolve_source, unique_parameters
+from ..models.modeling_lightformer_speech import LightFormerForSpeechSeq2Seq
 from ..options import OptionError
 from ..processors import usual_settings
 from ..results import Result
@@ -135,7 +137,8 @@ class ExportReport(Result):
         if self.package:
             lines.append(f"Argos Translate and LibreTranslate install {output}/{self.package}.")
         if self.reads_sound:
-            return [*lines, f"Load it: faster_whisper.WhisperModel({str(output)!r}, device='cpu')."]
+            program = load_engine_file(self.engine).SPEECH_PROGRAM
+            return [*lines, f"Run it with {program}, as {output}/README.md shows."]
         lines += self.tokenizer.lines()
         lines.append(
             f"Try it: lightformers translate {output}; in Python lightformers_hf.load_engine({str(output)!r})."
@@ -205,16 +208,14 @@ def export(
         source = read_source(model, to, tokenizer, (source_lang, target_lang))
         languages = argos.find_languages(source, source_lang, target_lang) if is_package else None
         columns = named_columns(source_lang, target_lang)
+        if type(source.model) is LightFormerForSpeechSeq2Seq:
+            given = {"shortlist": shortlist, "calibration": calibration}
+            return write_speech(source, engine, temporary, to, quantization, Path(output).name, **given)
         if calibration:
             source = replace(source, calibration=read_calibration(source, calibration, columns))
         tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
-        if source.feature_extractor is not None:
-            return write_speech(source, engine, temporary, to, quantization or "int8", Path(output).name)
-        beside, before = {}, 0
-        for other in getattr(engine, "BESIDE", ()) if quantization is None else ():
-            engine.write(source, temporary, other)
-            size, before = folder_bytes(temporary) - before, folder_bytes(temporary)
-            beside[other] = size, measure_difference(source, engine, temporary, other)
+        beside = write_beside(source, engine, temporary, quantization, engine.write, measure_difference)
+        before = folder_bytes(temporary)
         quantization = quantization or "int8"
         expansion = engine.write(source, temporary, quantization)
         listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
@@ -298,17 +299,42 @@ def read_calibration(
     return tuple(collate(ids[start : start + BATCH], outputs[start : start + BATCH], pad) for start in starts)
 
 
+def write_beside(
+    source: Source,
+    engine: EngineFile,
+    folder: Path,
+    quantization: str | None,
+    write: Callable[[Source, Path, str], Expansion],
+    measure: Callable[[Source, EngineFile, Path, str], float],
+) -> dict[str, tuple[int, float]]:
+    """Write the types of numbers that stand beside int8, if no type is asked for: as of `ExportReport.beside`."""
+    beside: dict[str, tuple[int, float]] = {}
+    for other in getattr(engine, "BESIDE", ()) if quantization is None else ():
+        before = folder_bytes(folder)
+        write(source, folder, other)
+        beside[other] = folder_bytes(folder) - before, measure(source, engine, folder, other)
+    return beside
+
+
 def write_speech(
-    source: Source, engine: EngineFile, folder: Path, to: str, quantization: str, name: str
+    source: Source, engine: EngineFile, folder: Path, to: str, quantization: str | None, name: str, **given: str | None
 ) -> ExportReport:
-    """Write a model for speech, whose final name is `name`, with its processor, report and card."""
-    if not hasattr(engine, "write_speech"):
-        raise ValueError(f"{source.name} is a model for speech, which {to} does not run here: export to ctranslate2")
+    """Write a model for speech, whose final name is `name`, with its processor, report and card.
+
+    Raises `ValueError` for options that are `given` and for text.
+    """
+    for option in (option for option, value in given.items() if value):
+        raise OptionError(option, f" is for text; {source.name} is a model for speech: remove it")
+    source.need_extractor()
+    beside = write_beside(source, engine, folder, quantization, engine.write_speech, measure_speech)
+    before, quantization = folder_bytes(folder), quantization or "int8"
     expansion = engine.write_speech(source, folder, quantization)
-    written, difference = folder_bytes(folder), measure_speech(source, engine, folder, quantization)
+    written, difference = folder_bytes(folder) - before, measure_speech(source, engine, folder, quantization)
     source.tokenizer.save_pretrained(folder)
     source.feature_extractor.save_pretrained(folder)
     source.generation_config.save_pretrained(folder)
+    if hasattr(engine, "write_config"):
+        engine.write_config(source, folder, "")
     report = describe_export(
         source,
         expansion,
@@ -316,10 +342,11 @@ def write_speech(
         quantization=quantization,
         weight_bytes=written,
         difference=difference,
+        beside=beside,
         reads_sound=True,
     )
     write_json(asdict(report), folder / EXPORT_FILE)
-    usage = {"library": to, "example": engine.SPEECH_EXAMPLE.format(folder=name)}
+    usage = {"library": getattr(engine, "LIBRARY", to), "example": engine.SPEECH_EXAMPLE.format(folder=name)}
     inherited = inherited_metadata(source.folder, source.hub_name)
     write_export_card(folder, inherited, engine=to, form=quantization, lines=report.lines(name), **usage)
     return report
@@ -342,7 +369,7 @@ def measure_speech(source: Source, engine: EngineFile, folder: Path, quantizatio
     languages = getattr(generation, "lang_to_id", None) or {}
     prompt = prompt_of(generation, next((token.strip("<|>") for token in languages), None))
     running = engine.load_speech(folder, generation, 1)
-    tokens, score = running.generate(features.numpy(), prompt, num_beams=1, max_new_tokens=TOKENS)
+    tokens, score = running.transcribe(features.numpy(), prompt, num_beams=1, max_new_tokens=TOKENS)
     if len(tokens) < TOKENS:
         tokens = [*tokens, generation.eos_token_id]
     inputs = torch.tensor([[*prompt, *tokens]])

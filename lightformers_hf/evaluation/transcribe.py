@@ -54,7 +54,7 @@ class SpeechEngine:
             if language is None and getattr(self.generation_config, "is_multilingual", False):
                 language = self.model.find_language(features)
             prompt = prompt_of(self.generation_config, language)
-            tokens, _ = self.model.generate(features, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens)
+            tokens, _ = self.model.transcribe(features, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens)
             texts.append(processor.decode(tokens, skip_special_tokens=True).strip())
         return " ".join(texts)
 
@@ -107,9 +107,8 @@ def transcribe(
 ) -> list[str]:
     """Return the transcript of each sound, of any length. The language of a multilingual model is found if `None`."""
     extractor = processor.feature_extractor
-    known: dict[str, Any] = (
-        {"language": language} if language and getattr(model.generation_config, "is_multilingual", False) else {}
-    )
+    is_multilingual = getattr(model.generation_config, "is_multilingual", False)
+    known: dict[str, Any] = {"language": language} if language and is_multilingual else {}
     longest = extractor.chunk_length * RATE
     positions = model.positions if isinstance(model, SpeechEngine) else model.config.max_target_positions
     most = min(max_new_tokens or LONGEST, positions - PROMPT)
@@ -125,6 +124,9 @@ def transcribe(
             options |= {"truncation": False, "padding": "longest"}
             rules["return_timestamps"] = True
         inputs = extractor(waves, sampling_rate=RATE, return_tensors="pt", **options).to(model.device)
+        if is_multilingual and not language:  # `generate` would take that of the first sound for all
+            found = model.detect_language(inputs.input_features[..., : 2 * model.config.max_source_positions])
+            rules["language"] = processor.tokenizer.convert_ids_to_tokens(found.tolist())
         tokens = model.generate(**inputs, num_beams=num_beams, max_new_tokens=most, do_sample=False, **rules)
         texts += processor.batch_decode(tokens, skip_special_tokens=True)
     return [text.strip() for text in texts]

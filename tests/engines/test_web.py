@@ -17,7 +17,7 @@ from transformers import MarianConfig, MarianMTModel
 
 from lightformers_hf import translate
 from lightformers_hf.engines import export, tokenizer_file, web
-from lightformers_hf.engines.web import TRANSFORMERS_JS, export_web, share_weights
+from lightformers_hf.engines.web import export_web, share_weights
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCRIPT = """
@@ -32,23 +32,8 @@ for (const dtype of ["fp32", "q8", "fp16", "q4"]) {
 }
 console.log(JSON.stringify(found));
 """
-needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    """A folder with transformers.js of the npm registry."""
-    folder = tmp_path_factory.mktemp("node")
-    environment = os.environ | {"ONNXRUNTIME_NODE_INSTALL": "skip"}
-    package = f"@huggingface/transformers@{TRANSFORMERS_JS}"
-    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", package]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"npm cannot install {package}: {done.stderr[-200:]}")
-    return folder
-
-
-@needs_npm
 def test_node_translates_as_the_checkpoint_does(node, tiny_marian, parallel_sentences, tmp_path):
     export(tiny_marian, tmp_path / "out", to="onnx")
     export(tiny_marian, tmp_path / "q4", to="onnx", quantization="int4")
