@@ -4,27 +4,37 @@ Importing this file imports neither torch nor transformers: the command line rea
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from .conversion.options import METHODS, CompressionOptions, Method, StudyOptions
-from .engines import ENGINES
+from .engines.arguments import (
+    AnyPath,
+    BatchSize,
+    DeploymentOptions,
+    Device,
+    MaxNewTokens,
+    MaxSamples,
+    Metrics,
+    Model,
+    NumBeams,
+    Output,
+    Overwrite,
+    SourceLang,
+    Split,
+    TargetLang,
+    Tokenizer,
+)
 from .options import Help
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from .in_memory import AnyModel
 
-AnyPath = str | os.PathLike | None
 # When the command `recover` began, by `time.monotonic()`: its minutes include the import of torch and transformers.
 BEGAN: ContextVar[float | None] = ContextVar("BEGAN", default=None)
-Tokenizer = Annotated[
-    "PreTrainedTokenizerBase | None", Help("That of a loaded model. Without text it may be missing.", kind="hidden")
-]
 Progress = Annotated[bool, Help("Show bars, and a line for every step.", kind="hidden")]
 Study = Annotated[StudyOptions | None, Help("Switches for experiments.", kind="hidden")]
 Push = Annotated[str | None, Help("Push the complete folder to the Hub: you/model.", "NAME", "In one commit.")]
@@ -35,7 +45,7 @@ Private = Annotated[bool, Help("Make that repository private.")]
 class PlanArguments(CompressionOptions):
     """Arguments of `plan`."""
 
-    model: Annotated["AnyModel", Help("Folder or Hub name of a checkpoint.", kind="checkpoint")]
+    model: Model
     _: KW_ONLY
     tokenizer: Tokenizer = None
     progress: Progress = True
@@ -53,7 +63,7 @@ class ConvertArguments(PlanArguments):
     _: KW_ONLY
     push_to_hub: Push = None
     private: Private = False
-    overwrite: Annotated[bool, Help("Replace the folder, if a command wrote all of it.")] = False
+    overwrite: Overwrite = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +99,7 @@ class TrainingOptions:
     translations: Annotated[
         bool | None, Help("Train on the teacher's translations, too. Default: if that improves the result.")
     ] = None
-    metrics: Annotated[
-        Iterable[str],
-        Help(
-            "exact-match, cer, bleu, multi-bleu, chrf, rouge, …. Repeatable. Default: follows from the data.",
-            "NAME",
-            name="--metric",
-            kind="metric",
-        ),
-    ] = ()
+    metrics: Metrics = ()
     report_to: Annotated[tuple[str, ...], Help("Log to tensorboard, trackio, wandb, …. Repeatable.")] = ()
     seed: Annotated[int, Help("Seed of everything that is random.", kind="seed")] = 0
     skip_bad_lines: Annotated[
@@ -110,18 +112,15 @@ class RecoverArguments(TrainingOptions):
     """Arguments of `recover`."""
 
     model: Annotated["AnyModel", Help("Folder or Hub name of the compressed checkpoint.", kind="checkpoint")]
-    output: Annotated[str | Path, Help("The folder to write.", kind="file")]
+    output: Output
     _: KW_ONLY
     tokenizer: Tokenizer = None
     teacher: Annotated["AnyModel", Help("The checkpoint that it was made from.", kind="checkpoint")]
     exclude: Annotated[AnyPath, Help("Pairs whose sources are not trained on, as those of a test.", kind="data")] = (
         None
     )
-    source_lang: Annotated[
-        str | None,
-        Help("Column of the source; of multilingual models also the code: de=de_DE. T5: de='prefix: '.", "de"),
-    ] = None
-    target_lang: Annotated[str | None, Help("The same for the target.", "en")] = None
+    source_lang: SourceLang = None
+    target_lang: TargetLang = None
     quantization: Annotated[
         str | None,
         Help(
@@ -133,29 +132,6 @@ class RecoverArguments(TrainingOptions):
     device: Annotated[str | None, Help("Where to train: cpu. Default: an accelerator, if there is one.", "cpu")] = None
     overwrite: Annotated[bool, Help("Start over in the folder of an earlier recovery.")] = False
     progress: Progress = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeploymentOptions:
-    """Options of the deployed model."""
-
-    to: Annotated[str, Help("Engine: " + " or ".join(ENGINES) + ".", values=ENGINES)] = "ctranslate2"
-    quantization: Annotated[
-        str | None,
-        Help(
-            "float32, int8, int4 (--to onnx), or another type of numbers that the engine has. Default: int8; "
-            "`export --to onnx` also writes float32 and float16.",
-            values=("int8", "int4", "float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"),
-        ),
-    ] = "int8"
-    shortlist: Annotated[
-        AnyPath,
-        Help(
-            "Text, parallel or sources alone. The engine then computes only tokens that match the source's.",
-            "PATH",
-            kind="data",
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -204,3 +180,141 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
 
     def __post_init__(self) -> None:
         pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options of commands that read parallel text, and translate it."""
+
+    source_lang: SourceLang = None
+    target_lang: TargetLang = None
+    split: Split = "test"
+    max_samples: MaxSamples = None
+    batch_size: BatchSize = 32
+    num_beams: NumBeams = None
+    max_new_tokens: MaxNewTokens = None
+    device: Device = "cpu"
+    metrics: Metrics = ()
+
+
+@dataclass(frozen=True)
+class EvaluateArguments:
+    """Arguments of `evaluate`."""
+
+    model: Annotated[
+        "AnyModel",
+        Help(
+            "Folder or Hub name of a checkpoint, or the folder of an export.",
+            more="Or a loaded model. Speed and memory of an export are not measured (`lightformers benchmark engines` "
+            "measures its speed).",
+            kind="checkpoint",
+        ),
+    ]
+    _: KW_ONLY
+    tokenizer: Tokenizer = None
+    data: Annotated[
+        str | os.PathLike,
+        Help("Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name.", kind="data"),
+    ]
+    teacher: Annotated["AnyModel | None", Help("The dense checkpoint to compare with.", kind="checkpoint")] = None
+    source_lang: SourceLang = None
+    target_lang: TargetLang = None
+    split: Split = "test"
+    max_samples: MaxSamples = None
+    batch_size: BatchSize = 32
+    num_beams: NumBeams = None
+    max_new_tokens: MaxNewTokens = None
+    device: Device = "cpu"
+    speed: Annotated[bool, Help("Measure tokens/s and peak memory on one core (minutes).")] = True
+    runs: Annotated[int, Help("Number of runs of the speed measurement.", kind="hidden")] = 10
+    metrics: Metrics = ()
+    comet: Annotated[str | None, Help("Local COMET checkpoint (.ckpt); needs the command comet-score.", "PATH")] = None
+    progress: Progress = True
+
+
+@dataclass(frozen=True)
+class DistillArguments:
+    """Arguments of `distill`."""
+
+    teacher: Annotated[
+        "AnyModel",
+        Help(
+            "Folder or Hub name of a checkpoint, or the folder of an export.",
+            more="Or a loaded model.",
+            kind="checkpoint",
+        ),
+    ]
+    data: Annotated[
+        str | os.PathLike,
+        Help(
+            "Sources or pairs: files, folders, patterns, or a Hub name.",
+            more="Targets are not read. A shard is 4 MB of lines, a row group, or a file that is packed.",
+            kind="data",
+        ),
+    ]
+    output: Annotated[str | Path, Help("The folder for the shards.", kind="file")]
+    _: KW_ONLY
+    tokenizer: Tokenizer = None
+    source_lang: SourceLang = None
+    target_lang: TargetLang = None
+    split: Split = "train"
+    keep: Annotated[
+        str | float | None,
+        Help("Keep the best share of all pairs by the teacher's mean log-probability.", "90%", '`"90%"` or 0.9.'),
+    ] = None
+    format: Annotated[str, Help("jsonl or parquet.", values=("jsonl", "parquet"))] = "jsonl"
+    processes: Annotated[
+        int | None, Help("Default: one for each core.", more="On an accelerator, one.", kind="count")
+    ] = None
+    ray: Annotated[
+        str | None,
+        Help("auto, or the address of a Ray cluster that does the work.", "auto", "Its machines see `output`."),
+    ] = None
+    num_beams: Annotated[int, Help("Beams of the search.", kind="count")] = 4
+    max_new_tokens: MaxNewTokens = None
+    batch_size: BatchSize = 32
+    skip_bad_lines: Annotated[
+        bool,
+        Help("Skip damaged lines, and count them.", more="Otherwise they are errors before the first translation."),
+    ] = False
+    overwrite: Annotated[bool, Help("Start over in the folder of an earlier distillation.")] = False
+    progress: Progress = True
+
+
+@dataclass(frozen=True)
+class PushArguments:
+    """Arguments of `push_to_hub`."""
+
+    model: Annotated[
+        "AnyModel",
+        Help(
+            "The folder that convert, a training run, export or web wrote.",
+            more="Or a loaded model of this package.",
+            kind="file",
+        ),
+    ]
+    name: Annotated[
+        str,
+        Help(
+            "user/model, or model in your own namespace on the Hub.",
+            more="A missing repository is created.",
+        ),
+    ]
+    _: KW_ONLY
+    tokenizer: Tokenizer = None
+    private: Annotated[
+        bool, Help("Make the repository private.", more="An existing public repository is refused.")
+    ] = False
+    revision: Annotated[
+        str | None,
+        Help("Branch to commit to. Default: main.", more="It is created if it is missing.", also="--branch"),
+    ] = None
+    message: Annotated[str | None, Help("Message of the commit.", also="-m")] = None
+    results: Annotated[
+        Sequence[str | Path],
+        Help(
+            "A file that evaluate --json wrote: becomes a table of the model card. Repeatable.",
+            more="And of the Hub's page.",
+            kind="file",
+        ),
+    ] = ()

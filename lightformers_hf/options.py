@@ -29,6 +29,7 @@ class Help:
         metavar: placeholder of the value, such as `N`.
         more: further sentences of the reference.
         name: the option on the command line, if it is not the field's name with dashes.
+        also: another name of the option.
         kind: kind of the value if it is not that of the type: `data` and `checkpoint` (a folder, file or Hub name),
             `file`, `seed`, `count` (1 or more), `minutes`, `hidden` (no option of a command).
         values: values that a shell completes.
@@ -38,6 +39,7 @@ class Help:
     metavar: str | None = None
     more: str = ""
     name: str | None = None
+    also: str | None = None
     kind: str = ""
     values: tuple[str, ...] = ()
 

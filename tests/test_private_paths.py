@@ -9,8 +9,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from lightformers_hf import convert
+from lightformers_hf.checkpoints.cards import inherited_metadata
 from lightformers_hf.conversion.card import model_card
-from lightformers_hf.conversion.report import ModelFacts, inherited_metadata, read_report
+from lightformers_hf.conversion.report import ModelFacts, read_report
 from lightformers_hf.engines import export
 from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.loading import printable_name

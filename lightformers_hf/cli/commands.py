@@ -19,34 +19,25 @@ from ..arguments import (
     BEGAN,
     CompressArguments,
     ConvertArguments,
-    DeploymentOptions,
+    DistillArguments,
+    EvaluateArguments,
     PlanArguments,
+    PushArguments,
     RecoverArguments,
+    TextOptions,
     TrainingOptions,
 )
 from ..conversion.options import CompressionOptions
-from ..engines import ARGOS, ENGINES, check_engine_name, deployment_names, split_deployment
+from ..engines import ARGOS, check_engine_name, deployment_names, split_deployment
+from ..engines.arguments import DeploymentOptions, ExportArguments, WebArguments
 from ..files import PAGE_FILE, check_file, check_folder, check_output, write_whole
 from .framework import Answer, Group, command
 from .parameters import (
     AT_LEAST_ONE,
-    BATCH_SIZE,
     CHECKPOINT,
     DATA,
-    DATA_HELP,
-    DEVICE,
     FILE,
-    LANGUAGES,
-    MAX_NEW_TOKENS,
-    MAX_SAMPLES,
-    METRIC,
-    MODEL,
-    NUM_BEAMS,
-    OUTPUT,
-    OVERWRITE,
-    PLACE,
     SEED,
-    SPLIT,
     Argument,
     check_installed,
     given,
@@ -59,12 +50,6 @@ from .parameters import (
 from .streams import check_open, end_on_sigterm, open_streams, without_proxies
 
 NAME = "lightformers"
-TO: dict[str, Any] = {"values": ENGINES, "help": f"Engine: {join_names(ENGINES)}."}
-EXPORT_TO: dict[str, Any] = {
-    "values": (*ENGINES, ARGOS),
-    "help": f"Engine: {join_names(ENGINES)}; or {ARGOS}: CTranslate2 and a package for Argos Translate.",
-}
-DEPLOYMENT = tuple(parameters_of(DeploymentOptions, names=("quantization", "shortlist")))
 
 
 @command(*parameters_of(PlanArguments))
@@ -120,22 +105,7 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
         BEGAN.reset(token)
 
 
-@command(
-    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of a checkpoint, or the folder of an export."),
-    Argument("data", type=DATA, about="Sources or pairs: files, folders, patterns, or a Hub name."),
-    Argument("output", type=FILE, about="The folder for the shards."),
-    *LANGUAGES,
-    option("--split", default="train", help="Split of a dataset on the Hub."),
-    option("--keep", metavar="90%", help="Keep the best share of all pairs by the teacher's mean log-probability."),
-    option("--format", default="jsonl", values=("jsonl", "parquet"), help="jsonl or parquet."),
-    option("--processes", type=AT_LEAST_ONE, help="Default: one for each core."),
-    option("--ray", metavar="auto", help="auto, or the address of a Ray cluster that does the work."),
-    option("--num-beams", type=AT_LEAST_ONE, default=4, help="Beams of the search."),
-    MAX_NEW_TOKENS,
-    BATCH_SIZE,
-    option("--skip-bad-lines", is_flag=True, help="Skip damaged lines, and count them."),
-    option("--overwrite", is_flag=True, help="Start over in the folder of an earlier distillation."),
-)
+@command(*parameters_of(DistillArguments))
 def distill(teacher: str, data: str, output: Path, **options: Any) -> Answer:
     """Let the teacher translate a corpus of any size, and write its pairs as shards for recover and compress.
 
@@ -174,15 +144,7 @@ def compress(model: str, output: Path, **options: Any) -> Answer:
     return Answer.of(run(model, output, **found))
 
 
-ROUNDING = option(
-    "--calibration",
-    type=DATA,
-    metavar="PATH",
-    help="Text, parallel or sources alone, by which int4 is rounded. Default: every number is rounded to the nearest.",
-)
-
-
-@command(MODEL, OUTPUT, option("--to", required=True, **EXPORT_TO), *DEPLOYMENT, ROUNDING, *LANGUAGES, OVERWRITE)
+@command(*parameters_of(ExportArguments))
 def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -> Answer:
     """Write a LightFormer, or a dense model that becomes one, for CTranslate2 or ONNX Runtime, which run it fastest.
 
@@ -201,16 +163,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
     return Answer({"output": str(output), **report.to_dict()}, report.lines(output))
 
 
-@command(
-    MODEL,
-    OUTPUT,
-    option("--compare", type=CHECKPOINT, metavar="TEACHER", help="A second model that the page runs beside it."),
-    option("--quantization", values=("int8", "int4"), default="int8", help="Type of numbers. Default: int8."),
-    ROUNDING,
-    option("--source-lang", metavar="de_DE", help="Code of the source's language, for a multilingual model."),
-    option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
-    OVERWRITE,
-)
+@command(*parameters_of(WebArguments))
 def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
     """Write a static web page that translates in the browser, with transformers.js, without a server.
 
@@ -227,20 +180,16 @@ def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
     return Answer.of(report, opening, output=str(output))
 
 
-TRANSLATED = (
-    option("--source-lang", metavar="de_DE", help="Code of the source's language; T5: en, or en='a prefix: '."),
-    option("--target-lang", metavar="en_XX", help="Code of the language to translate into."),
-)
+MODEL = tuple(parameters_of(WebArguments, names=["model"]))
+CODES = tuple(parameters_of(WebArguments, names=["source_lang", "target_lang"]))
 
 
 @command(
-    MODEL,
+    *MODEL,
     Argument("file", required=False, type=FILE, about="Text, UTF-8. Default: standard input."),
     option("--output", type=FILE, help="File to write. Default: standard output."),
-    BATCH_SIZE,
-    NUM_BEAMS,
-    MAX_NEW_TOKENS,
-    *TRANSLATED,
+    *parameters_of(TextOptions, names=["batch_size", "num_beams", "max_new_tokens"]),
+    *CODES,
     option(
         "--split/--no-split",
         default=None,
@@ -248,7 +197,7 @@ TRANSLATED = (
         "trained on sentences, and omit parts of longer text.",
     ),
     option("--sample-seed", type=int, help="Sample, with this seed. Default: greedy or beam search."),
-    DEVICE,
+    *parameters_of(TextOptions, names=["device"]),
 )
 def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:
     """Translate (or summarize) text, line by line.
@@ -281,21 +230,7 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
         translate_stream(source, sink, network, tokenizer, prefix=prefix, progress=bar, **given(**options))
 
 
-@command(
-    Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint, or the folder of an export."),
-    option("--data", type=DATA, required=True, help=DATA_HELP),
-    option("--teacher", type=CHECKPOINT, help="The dense checkpoint to compare with."),
-    *LANGUAGES,
-    SPLIT,
-    MAX_SAMPLES,
-    BATCH_SIZE,
-    NUM_BEAMS,
-    MAX_NEW_TOKENS,
-    DEVICE,
-    option("--speed/--no-speed", default=True, help="Measure tokens/s and peak memory on one core (minutes)."),
-    METRIC,
-    option("--comet", type=PLACE, help="Local COMET checkpoint (.ckpt); needs the command comet-score."),
-)
+@command(*parameters_of(EvaluateArguments))
 def evaluate(model: str, **options: Any) -> Answer:
     """Measure a checkpoint, beside its teacher if there is one: quality, parameters, bytes, speed, memory.
 
@@ -323,8 +258,8 @@ def evaluate(model: str, **options: Any) -> Answer:
     Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
     Argument("model", type=CHECKPOINT, about="The smaller one; like the teacher, it may be an export."),
     option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the smaller model's."),
-    MAX_NEW_TOKENS,
-    *TRANSLATED,
+    *parameters_of(TextOptions, names=["max_new_tokens"]),
+    *CODES,
     option("--port", type=click.IntRange(1, 65535), help="Port to serve at. Default: the first free one from 7860."),
     option("--host", default="127.0.0.1", help="Address to serve at: 127.0.0.1 for this machine, 0.0.0.0 for all."),
     option("--open", "browser", is_flag=True, help="Open the page in the browser."),
@@ -350,17 +285,7 @@ def compare(teacher: str, model: str, port: int | None, host: str, browser: bool
 
 
 @command(
-    Argument("model", type=FILE, about="The folder that convert, a training run, export or web wrote."),
-    Argument("name", about="user/model, or model in your own namespace on the Hub."),
-    option("--private", is_flag=True, help="Make the repository private."),
-    option("--revision", "--branch", "revision", help="Branch to commit to. Default: main."),
-    option("--message", "-m", help="Message of the commit."),
-    option(
-        "--results",
-        type=FILE,
-        multiple=True,
-        help="A file that evaluate --json wrote: becomes a table of the model card. Repeatable.",
-    ),
+    *parameters_of(PushArguments),
     option("--dry-run", is_flag=True, help="List the files that would be sent, and send nothing."),
 )
 def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **options: Any) -> Answer:
@@ -428,12 +353,10 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
         help="A file that evaluate --json wrote, of this model or others: adds quality against size and speed; or "
         "benchmark engines --json. Repeatable.",
     ),
-    METRIC,
     option("--samples", type=AT_LEAST_ONE, default=8, help="Translations shown, evenly spread over the data."),
-    *LANGUAGES,
-    SPLIT,
-    NUM_BEAMS,
-    MAX_NEW_TOKENS,
+    *parameters_of(
+        TextOptions, names=["metrics", "source_lang", "target_lang", "split", "num_beams", "max_new_tokens"]
+    ),
 )
 def report(model: str, output: Path, **options: Any) -> Answer:
     """Write one HTML page about a compressed model: plan, pictures, translations beside the teacher's.
@@ -469,10 +392,8 @@ def report(model: str, output: Path, **options: Any) -> Answer:
     option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
     option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
     option("--data", type=DATA, help="Parallel text to measure the quality on, too."),
-    METRIC,
     option("--shortlist", type=DATA, help="Text, as for export: adds every engine with a shortlist made from it."),
-    *LANGUAGES,
-    MAX_SAMPLES,
+    *parameters_of(TextOptions, names=["metrics", "source_lang", "target_lang", "max_samples"]),
 )
 def engines(
     teacher: str,

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from ..arguments import TrainingOptions
 from ..conversion.options import CompressionOptions, read_pattern
 from ..files import check_folder, find_folder
 from ..options import Option, options_of
@@ -18,7 +17,7 @@ from ..text import check_data
 
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
-PLACE, CHECKPOINT, DATA = click.Path(), click.Path(), click.Path()
+CHECKPOINT, DATA = click.Path(), click.Path()
 SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
@@ -73,7 +72,7 @@ def parameters_of(
         if found.help.kind == "hidden" or (names and found.name not in names):
             continue
         if found.is_positional:
-            yield Argument(found.name, type=TYPES[found.help.kind], about=found.help.text)
+            yield Argument(found.name, type=TYPES.get(found.help.kind), about=found.help.text)
         else:
             made = make_option(found)
             made.section = titles.get(found.name, "Options")
@@ -99,7 +98,8 @@ def make_option(found: Option) -> CommandOption:
     if found.default is not None and not settings["multiple"] and "Default:" not in found.help.text:
         settings["default"] = found.default
     values = metric_names if found.help.kind == "metric" else found.help.values
-    return option(*dict.fromkeys((name, found.name)), values=values, required=found.is_required, **settings)
+    names = filter(None, (name, found.help.also, found.name))
+    return option(*dict.fromkeys(names), values=values, required=found.is_required, **settings)
 
 
 def check_inputs(parameters: Sequence[click.Parameter], arguments: Mapping[str, Any]) -> None:
@@ -126,27 +126,6 @@ def metric_names() -> list[str]:
     return metric_names()
 
 
-# Arguments and options of several commands whose functions have no record.
-MODEL = Argument("model", type=CHECKPOINT, about="Folder or Hub name of a checkpoint.")
-OUTPUT = Argument("output", type=FILE, about="The folder to write.")
-OVERWRITE = option("--overwrite", is_flag=True, help="Replace the folder, if a command wrote all of it.")
-DEVICE = option("--device", default="cpu", help="Where to compute: cpu, cuda, cuda:1, mps.")
-DATA_HELP = "Parallel text: a .jsonl, .json, .csv, .tsv or .parquet file, or a Hub name."
-SPLIT = option("--split", default="test", help="Split of a dataset on the Hub.")
-MAX_SAMPLES = option("--max-samples", type=AT_LEAST_ONE, help="Use only the first N pairs. Default: all.")
-BATCH_SIZE = option("--batch-size", type=AT_LEAST_ONE, default=32, help="Sentences that are translated together.")
-NUM_BEAMS = option("--num-beams", type=AT_LEAST_ONE, help="Beams; 1 is greedy. Default: the checkpoint's.")
-MAX_NEW_TOKENS = option("--max-new-tokens", type=AT_LEAST_ONE, help="Longest output. Default: the checkpoint's.")
-LANGUAGES = (
-    option(
-        "--source-lang",
-        metavar="de",
-        help="Column of the source; of multilingual models also the code: de=de_DE. T5: de='prefix: '.",
-    ),
-    option("--target-lang", metavar="en", help="The same for the target."),
-)
-
-
 def given(**options: Any) -> dict[str, Any]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value not in (None, ())}
@@ -168,6 +147,3 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
 def join_names(names: Sequence[str]) -> str:
     """`a, b or c`."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-(METRIC,) = parameters_of(TrainingOptions, names=["metrics"])

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jinja2
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
-from ..files import CARD_FILE
+from ..checkpoints.cards import MARK, as_code, as_plain_text, drop_strange_link, load_template
 from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
 from ..text import is_file_name
 from .forms.low_rank import LowRank
-from .report import CompressionReport, ModelFacts, drop_strange_link
+from .report import CompressionReport, ModelFacts
 
 TRANSLATORS = ("marian", "m2m_100")  # families that do nothing else
-# A card with this line is written anew by every push.
-MARK = "<!-- Written by lightformers. Remove this line to keep your changes when you push again. -->"
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -66,9 +62,9 @@ def _rows(results: dict) -> list[list[str]]:
         ("peak memory, megabytes", "memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
         ("tokens/s, one core", "tokens_per_second", "{:,.1f}".format),
     )
-    rows = [["", "this model"] + ([_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])]
+    rows = [["", "this model"] + ([as_code(Path(results["teacher"]["name"]).name)] if results["teacher"] else [])]
     for name in results["model"]["scores"]:
-        rows.append([_plain(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)])
+        rows.append([as_plain_text(results["labels"][name]), *(f"{column['scores'][name]:.1f}" for column in columns)])
     for label, field, show in measures:
         if all(column.get(field) is not None for column in columns):
             rows.append([label, *(show(column[field]) for column in columns)])
@@ -113,31 +109,6 @@ def result_files(results: Sequence[dict]) -> dict[str, str]:
     return files
 
 
-def write_export_card(
-    folder: Path,
-    metadata: Mapping[str, Any],
-    *,
-    engine: str,
-    form: str,
-    lines: list[str],
-    library: str,
-    example: str = "",
-) -> None:
-    """Write the card of an export into `folder`, with remarks (`lines`) and a program in Python (`example`).
-
-    The `metadata` are those of `inherited_metadata`, the `form` is the type of the stored numbers, and the `library`
-    loads the export.
-    """
-    relation = {"base_model_relation": "quantized" if form.startswith("int") else "finetune"}
-    data = ModelCardData(
-        **{**metadata, **(relation if metadata.get("base_model") else {})},
-        library_name=library,
-        tags=list(dict.fromkeys([engine, form, library])),
-    )
-    fields = {"metadata": data.to_yaml(), "engine": engine, "form": form, "lines": lines, "example": example}
-    (folder / CARD_FILE).write_text(EXPORT_CARD.render(mark=MARK, **fields), encoding="utf-8")
-
-
 def model_card(
     facts: ModelFacts,
     report: CompressionReport | None = None,
@@ -171,18 +142,10 @@ def model_card(
         model_name=name.rpartition("/")[2] if name and results else None,
         eval_results=evaluation_results(results, task) if name and results else None,
     )
-    return CARD.render(
-        model=facts,
-        report=report,
-        changes=_changes(report) if report else [],
-        metadata=metadata.to_yaml(),
-        mark=MARK,
-        name=name,
-        oldest=OLDEST_TRANSFORMERS,
-        place="".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ "),
-        steps=steps,
-        results=results,
-    )
+    place = "".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ ")
+    fields = {"model": facts, "report": report, "name": name, "place": place, "steps": steps, "results": results}
+    fields |= {"changes": _changes(report) if report else [], "metadata": metadata.to_yaml(), "mark": MARK}
+    return load_template(__package__).render(**fields, oldest=OLDEST_TRANSFORMERS)
 
 
 def _changes(report: CompressionReport) -> list[str]:
@@ -197,150 +160,3 @@ def _changes(report: CompressionReport) -> list[str]:
 def _hub_languages(codes: list[str]) -> list[str]:
     """Languages as the Hub names them (ISO 639-1 or -3): `de` of de_DE and `deu` of deu_Latn, each once."""
     return [*dict.fromkeys(name for code in codes if re.fullmatch("[a-z]{2,3}", name := re.split("[_-]", code)[0]))]
-
-
-def _code(text: object) -> str:
-    """A code span of one line, which nothing in `text` ends."""
-    words = "".join(c for c in str(text) if c not in "`|" and (c.isprintable() or c.isspace())).split()
-    return f"`{' '.join(words) or ' '}`"
-
-
-def _plain(text: str) -> str:
-    """The text in one line without the characters that mean something in Markdown or HTML."""
-    return " ".join("".join(c for c in text if c.isalnum() or c in " ,.()-").split())
-
-
-ENVIRONMENT = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-ENVIRONMENT.filters |= {"code": _code, "plain": _plain}
-CARD = ENVIRONMENT.from_string(
-    """---
-{{ metadata }}
----
-{{ mark }}
-
-# {% if report %}{{ report.source | code }}, compressed{% else %}{{ name | code }}{% endif %}
-
-
-{% if report %}
-A `{{ model.architecture }}` model: {{ report.source | code }} ({{ report.family | code }})
-{%- if changes %} with {{ changes | join(" and ") | plain }}{% endif %}
-{%- if report.calibration %}, fitted to {{ report.calibration | code }}{% endif %}.
-Of its {{ report.matrices | length }} matrices: {{ report.outcome | plain }}.
-{%- if report.vocabulary %}{% set kept, before = report.vocabulary.target %}
-{% set here, there = report.vocabulary.source %}
- Its vocabulary keeps {{ "{:,}".format(here) }} of {{ "{:,}".format(there) }} tokens
-{%- if (kept, before) != (here, there) %} of the source and {{ "{:,}".format(kept) }} of {{ "{:,}".format(before) }} of
-the target{% endif %}
-{%- if report.languages %}, and the languages {{ report.languages | map("code") | join(", ") }}{% endif %}: text in
-other languages is written character by character, if at all.{% endif %}
-
-
-| | before | after | ratio |
-|---|---|---|---|
-| unique parameters | {{ "{:,}".format(report.parameters_before) }} | {{ "{:,}".format(model.parameters) }} | {{
-"%.2f" | format(report.parameters_before / model.parameters) }} |
-| megabytes | {{ "%.1f" | format(report.bytes_before / 1e6) }} | {{ "%.1f" | format(model.bytes / 1e6) }} | {{
-"%.2f" | format(report.bytes_before / model.bytes) }} |
-
-{% if report.agreement %}
-As converted, it {{ report.agreement }}.
-{% endif %}
-{% if steps %}
-It was trained for {{ "{:,}".format(steps) }} steps after that.
-{% elif report.loses %}
-Compression alone costs quality; fine-tune it before use.
-{% endif %}
-{% else %}
-A `{{ model.architecture }}` model of {{ "{:,}".format(model.parameters) }} unique parameters in {{
-"%.1f" | format(model.bytes / 1e6) }} megabytes
-{%- if steps %}, trained for {{ "{:,}".format(steps) }} steps{% endif %}.
-{% endif %}
-
-{% if results %}
-## Results
-
-{% for result in results %}
-{{ result.sentences }} sentences of {{ result.data | code }}, {{ result.source | code }} → {{ result.target | code }}
-{%- for option in result.generation.items() %}, {{ option | join(" ") | code }}{% endfor %}:
-
-{% for row in result.rows %}
-| {{ row | join(" | ") }} |
-{% if loop.first %}
-{{ "|---" * (row | length) }}|
-{% endif %}
-{% endfor %}
-
-{% for metrics, variant in result.variants.items() %}
-{{ metrics | plain }}: {{ variant | replace("|", " ") | code }}.
-{% endfor %}
-
-{% endfor %}
-{% endif %}
-## Load it
-
-{% if model.auto_class == "AutoModelForSpeechSeq2Seq" %}
-```python
-from transformers import pipeline
-
-# Needs torch, transformers ({{ oldest }} or newer), and ffmpeg to read files of sound.
-# The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
-transcribe = pipeline("automatic-speech-recognition", "{{ place }}", trust_remote_code=True)
-print(transcribe("speech.flac", return_timestamps=True)["text"])  # of any length
-```
-{% else %}
-```python
-from transformers import {{ model.auto_class }}, AutoTokenizer
-
-# Needs torch, transformers ({{ oldest }} or newer), and the library of the tokenizer: Marian's, for example,
-# sentencepiece. To train: accelerate.
-# The model's code lies beside its weights. After `import lightformers_hf` nothing needs trust_remote_code.
-model = {{ model.auto_class }}.from_pretrained("{{ place }}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{{ place }}", trust_remote_code=True)
-{% if model.auto_class in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM") %}
-inputs = tokenizer(["A sentence."], return_tensors="pt")
-print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))
-{% endif %}
-```
-{% endif %}
-
-Code from elsewhere is best pinned: `revision="…"` with the commit that you have read.
-{% if report %}
-
-## How it was made
-
-`lightformers convert` with these options, everything else as it comes:
-
-```json
-{{ report.options | tojson(indent=1) }}
-```
-
-Energy and error: {{ report.measure | code }}; of a whole block where it got narrower.
-
-| matrix | shape | becomes | energy kept | relative error |
-|---|---|---|---|---|
-{% for matrix in report.matrices %}
-| {{ matrix.name | code }} | {{ matrix.m }}×{{ matrix.n }} | {{ matrix.setting | plain }} | {{
-"%.1f" | format(100 * matrix.energy) }} % | {{ "%.4f" | format(matrix.relative_error) }} |
-{% endfor %}
-{% endif %}
-"""
-)
-EXPORT_CARD = ENVIRONMENT.from_string(
-    """---
-{{ metadata }}
----
-{{ mark }}
-
-# For {{ engine | plain }}, {{ form | plain }}
-
-{% for line in lines %}
-- {{ line | code }}
-{% endfor %}
-{% if example %}
-
-```python
-{{ example }}
-```
-{% endif %}
-"""
-)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from huggingface_hub import ModelCard, constants
 from rich import box
 from rich.markup import escape
 from rich.table import Column, Table
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..files import CARD_FILE, REPORT_FILE, as_kind, read_json, write_json
+from ..checkpoints.cards import inherited_metadata
+from ..files import REPORT_FILE, as_kind, read_json, write_json
 from ..loading import tensor_bytes
 from ..results import Result
 from .options import DEFAULT_RATIO, GROUPS, HOW_FAR, LAYERS
@@ -29,15 +27,11 @@ if TYPE_CHECKING:
     from ..checkpoints.teacher import Teacher
     from .options import CompressionOptions, StudyOptions
 
-logger = logging.getLogger(__name__)
-
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
 STACKS = ("encoder", "decoder")
 # Below this share, sentences differ from the teacher's (docs/results/confident.md).
 CLIFF = 0.8
-# Metadata that a card passes to the cards of models made from its model.
-INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,46 +385,6 @@ def _metadata(teacher: Teacher) -> dict[str, Any]:
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
         inherited["language"] = list(dict.fromkeys(named))
     return inherited
-
-
-def inherited_metadata(folder: Path | None, hub_name: str | None) -> dict[str, str | list[str]]:
-    """Licence, languages and task that the card of a model names, for the cards of what is made from it.
-
-    Args:
-        folder: where the model lies; `None` for a loaded one. Without a card, or with metadata that cannot be read,
-            nothing is inherited.
-        hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
-    """
-    metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
-    if folder is None:
-        return metadata
-    try:
-        text = (folder / CARD_FILE).read_text(encoding="utf-8")
-        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
-            return metadata
-        card = ModelCard(text, ignore_metadata_errors=True)
-    except FileNotFoundError:
-        return metadata
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
-        return metadata
-    for name in INHERITED if hub_name else (*INHERITED, "base_model"):
-        value = card.data.get(name)
-        values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
-        if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value
-            metadata[name] = values if isinstance(value, list) else values[0]
-    link = metadata.get("license_link")
-    if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
-        metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"
-    return drop_strange_link(metadata)
-
-
-def drop_strange_link(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata without a `license_link` that leads elsewhere than to a file or a page (`javascript:`)."""
-    link = metadata.get("license_link")
-    is_page = isinstance(link, str) and link.isprintable() and (":" not in link or re.match("https?://", link))
-    return {name: value for name, value in metadata.items() if name != "license_link" or is_page}
 
 
 def remarks(report: CompressionReport) -> Iterator[str]:

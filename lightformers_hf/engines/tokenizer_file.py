@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase
 
-from ..conversion.vocabulary import BYTE, NORMAL, USER_DEFINED, PieceModel
+from ..checkpoints.tokenizers import BYTE, NORMAL, USER_DEFINED, PieceModel
 
 FILE = "tokenizer.json"
 MARK = "\ufdd0"  # no character, by the Unicode standard

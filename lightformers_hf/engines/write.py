@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,21 +14,21 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..conversion.card import write_export_card
-from ..conversion.report import inherited_metadata
 from ..decoding import SAMPLING, describe_strategies, output_limit, search_options
 from ..files import EXPORT_FILE, atomic_output, check_output, write_json
-from ..in_memory import AnyModel, given_folders
+from ..in_memory import given_folders
 from ..languages import find_prefixes, named_columns
 from ..loading import hide_bars, position_limit, resolve_source, unique_parameters
 from ..models.modeling_lightformer_speech import LightFormerForSpeechSeq2Seq
-from ..options import OptionError
+from ..options import OptionError, takes
 from ..processors import usual_settings
 from ..results import Result
 from ..rounding import collate
 from ..speech import prompt_of
 from ..text import data_name
 from . import ARGOS, EngineFile, argos, load_engine_file
+from .arguments import ExportArguments
+from .card import fill_example, write_card
 from .engine import TransformersModel
 from .layers import Expansion, Source, read_source
 from .search import Search
@@ -39,8 +36,6 @@ from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, tra
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ..checkpoints.teacher import Teacher
 
 LONGEST_OUTPUT = 512  # tokens, by other programs, of a model that names no length
@@ -148,39 +143,14 @@ class ExportReport(Result):
         return lines
 
 
-def export(
-    model: AnyModel,
-    output: str | Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    to: str,
-    quantization: str | None = None,
-    shortlist: str | os.PathLike | None = None,
-    calibration: str | os.PathLike | None = None,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-    overwrite: bool = False,
-) -> ExportReport:
+@takes(ExportArguments)
+def export(call: ExportArguments) -> ExportReport:
     """Write a LightFormer, or a dense checkpoint of a family that this package converts, for another engine.
 
     `output` gets the engine's files, the tokenizer, the generation configuration and `export.json`. It is written
     whole or not at all, and only after its log-probabilities were compared with the checkpoint's.
 
     Args:
-        model: a checkpoint folder, a name on the Hub, or a loaded model.
-        output: the folder to write.
-        tokenizer: that of a loaded model.
-        to: the engine, one of `ENGINES`; or `argos`, which is CTranslate2 and a package (`.argosmodel`) beside it.
-        quantization: `int8`, or another of the engine's `QUANTIZATIONS`. `None`: int8, and to ONNX also float32 and
-            float16, in files beside it.
-        shortlist: text from which it is learned which target tokens can come with which of the source's: parallel text
-            (a file or a dataset on the Hub), or text of the source alone (a file of lines, or data), which the model
-            translates. The output layer is then computed for these alone. `None`: for all tokens.
-        calibration: text as for `shortlist`, from which it is learned which errors of int4 change the outputs. `None`:
-            every number is rounded to the nearest.
-        source_lang, target_lang: columns of that text, by default the tokenizer's languages, else `source`, `target`;
-            of a multilingual model also the codes of its languages.
-        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
         ValueError: the engine is unknown or not installed, it does not support the model (the message names the part),
@@ -191,80 +161,91 @@ def export(
     Example:
         >>> export("recovered", "deployed", to="ctranslate2", quantization="int8")
     """
-    shortlist, calibration = map(data_name, (shortlist, calibration))
-    is_package, to = to == ARGOS, "ctranslate2" if to == ARGOS else to
-    engine = check_engine(to, quantization, shortlist)
-    if calibration is not None and quantization != "int4":
+    to = "ctranslate2" if call.to == ARGOS else call.to
+    texts = [data_name(call.shortlist), data_name(call.calibration)]
+    engine = check_engine(to, call.quantization, texts[0])
+    if call.calibration is not None and call.quantization != "int4":
         raise ValueError(
             "calibration is given, which only int4 uses: give quantization int4 (--quantization int4), or remove it"
         )
-    with ExitStack() as stack:
-        stack.enter_context(usual_settings())
-        stack.enter_context(hide_bars())
-        texts = [shortlist, calibration]
-        check_output(output, overwrite=overwrite, inputs=[*given_folders(model), *texts])
-        inputs: list[str | Path | None] = [*map(resolve_source, given_folders(model)), *texts]
-        temporary = stack.enter_context(atomic_output(output, overwrite=overwrite, inputs=inputs))
-        source = read_source(model, to, tokenizer, (source_lang, target_lang))
-        languages = argos.find_languages(source, source_lang, target_lang) if is_package else None
-        columns = named_columns(source_lang, target_lang)
-        if type(source.model) is LightFormerForSpeechSeq2Seq:
-            given = {"shortlist": shortlist, "calibration": calibration}
-            return write_speech(source, engine, temporary, to, quantization, Path(output).name, **given)
-        if calibration:
-            source = replace(source, calibration=read_calibration(source, calibration, columns))
-        tokenizer_report = TokenizerReport(missing="the checkpoint has no tokenizer")
-        beside = write_beside(source, engine, temporary, quantization, engine.write, measure_difference)
-        before = folder_bytes(temporary)
-        quantization = quantization or "int8"
-        expansion = engine.write(source, temporary, quantization)
-        listed = add_shortlist(engine, source, temporary, quantization, shortlist, columns) if shortlist else None
-        written = folder_bytes(temporary) - before
-        if source.tokenizer is not None:
-            source.tokenizer.save_pretrained(temporary)
-            tokenizer_report = write_tokenizer_file(source.tokenizer, temporary)
-        prefixes = find_prefixes(source.model.config, source_lang, target_lang, source.tokenizer)
-        prefix = prefixes[0] if len(prefixes) == 1 else ""
-        if hasattr(engine, "write_config"):
-            engine.write_config(source, temporary, prefix)
-        if unusual := describe_strategies(source.generation_config):
-            logger.warning(f"{source.name} asks for {unusual}: the export decodes by greedy or beam search")
-            source.generation_config.update(**search_options(source.generation_config) | dict.fromkeys(SAMPLING))
-        if by_input := output_limit(source.generation_config) is None:  # other programs would end after 20 tokens
-            longest = position_limit(source.model.config) or LONGEST_OUTPUT
-            source.generation_config.max_length = min(LONGEST_OUTPUT, longest)
-        source.generation_config.save_pretrained(temporary)
-        report = describe_export(
-            source,
-            expansion,
-            engine=to,
-            quantization=quantization,
-            weight_bytes=written,
-            difference=measure_difference(source, engine, temporary, quantization),
-            encoder_table=expansion.encoder_table,
-            shortlist=listed,
-            prefix=prefix,
-            tokenizer=tokenizer_report,
-            beside=beside,
-            limit_by_input=by_input,
-            package=f"{argos.package_name(languages)}.argosmodel" if languages else "",
-        )
-        write_json(asdict(report), temporary / EXPORT_FILE)
-        inherited = inherited_metadata(source.folder, source.hub_name)
-        lines = report.lines(Path(output).name)
-        usage = {"library": getattr(engine, "LIBRARY", to)}
-        if hasattr(engine, "EXAMPLE") and not tokenizer_report.missing:
-            first = source.generation_config.forced_bos_token_id
-            token = json.dumps(source.tokenizer.convert_ids_to_tokens(first or 0), ensure_ascii=False)
-            begins = {"first": "", "skip": ""}
-            if first is not None:  # the language of the translation, which comes out, too
-                begins = {"first": f"target_prefix=[[{token}]] * len(tokens), ", "skip": "[1:]"}
-            places = {"folder": Path(output).name, "text": f"{prefix}Your text."}
-            usage["example"] = engine.EXAMPLE.format(**places, **begins)
-        write_export_card(temporary, inherited, engine=to, form=quantization, lines=lines, **usage)
-        if languages:
-            argos.write_package(source, temporary, languages)
+    with usual_settings(), hide_bars():
+        check_output(call.output, overwrite=call.overwrite, inputs=[*given_folders(call.model), *texts])
+        inputs: list[str | Path | None] = [*map(resolve_source, given_folders(call.model)), *texts]
+        with atomic_output(call.output, overwrite=call.overwrite, inputs=inputs) as temporary:
+            source = read_source(call.model, to, call.tokenizer, (call.source_lang, call.target_lang))
+            package = argos.find_languages(source, call.source_lang, call.target_lang) if call.to == ARGOS else None
+            if type(source.model) is LightFormerForSpeechSeq2Seq:
+                return write_speech(call, source, engine, temporary, to)
+            report = write_text(call, source, engine, temporary, to, package)
+            if package:
+                argos.write_package(source, temporary, package)
+            return report
+
+
+def write_text(
+    call: ExportArguments, source: Source, engine: EngineFile, folder: Path, to: str, package: tuple[str, str] | None
+) -> ExportReport:
+    """Write a model for text into `folder`, with its tokenizer, report and card; `package`: languages for Argos."""
+    languages = (call.source_lang, call.target_lang)
+    columns = named_columns(*languages)
+    shortlist, calibration = data_name(call.shortlist), data_name(call.calibration)
+    if calibration:
+        source = replace(source, calibration=read_calibration(source, calibration, columns))
+    beside = write_beside(source, engine, folder, call.quantization, engine.write, measure_difference)
+    before = folder_bytes(folder)
+    quantization = call.quantization or "int8"
+    expansion = engine.write(source, folder, quantization)
+    listed = add_shortlist(engine, source, folder, quantization, shortlist, columns) if shortlist else None
+    written = folder_bytes(folder) - before
+    tokenizer = TokenizerReport(missing="the checkpoint has no tokenizer")
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(folder)
+        tokenizer = write_tokenizer_file(source.tokenizer, folder)
+    prefixes = find_prefixes(source.model.config, *languages, source.tokenizer)
+    prefix = prefixes[0] if len(prefixes) == 1 else ""
+    if hasattr(engine, "write_config"):
+        engine.write_config(source, folder, prefix)
+    by_input = write_generation(source, folder)
+    report = describe_export(
+        source,
+        expansion,
+        engine=to,
+        quantization=quantization,
+        weight_bytes=written,
+        difference=measure_difference(source, engine, folder, quantization),
+        encoder_table=expansion.encoder_table,
+        shortlist=listed,
+        prefix=prefix,
+        tokenizer=tokenizer,
+        beside=beside,
+        limit_by_input=by_input,
+        package=f"{argos.package_name(package)}.argosmodel" if package else "",
+    )
+    example = "" if tokenizer.missing else fill_example(engine, source, Path(call.output).name, prefix)
+    write_report(call, source, report, folder, getattr(engine, "LIBRARY", to), example)
     return report
+
+
+def write_generation(source: Source, folder: Path) -> bool:
+    """Write the options of greedy or beam search; return whether sources suggest the length of outputs."""
+    generation = source.generation_config
+    if unusual := describe_strategies(generation):
+        logger.warning(f"{source.name} asks for {unusual}: the export decodes by greedy or beam search")
+        generation.update(**search_options(generation) | dict.fromkeys(SAMPLING))
+    if by_input := output_limit(generation) is None:  # other programs would end after 20 tokens
+        generation.max_length = min(LONGEST_OUTPUT, position_limit(source.model.config) or LONGEST_OUTPUT)
+    generation.save_pretrained(folder)
+    return by_input
+
+
+def write_report(
+    call: ExportArguments, source: Source, report: ExportReport, folder: Path, library: str, example: str
+) -> None:
+    """Write `export.json` and the card."""
+    write_json(asdict(report), folder / EXPORT_FILE)
+    lines = report.lines(Path(call.output).name)
+    names = {"engine": report.engine, "form": report.quantization, "library": library}
+    write_card(folder, source, lines=lines, example=example, **names)
 
 
 def describe_export(source: Source, expansion: Expansion, **fields: Any) -> ExportReport:
@@ -316,39 +297,27 @@ def write_beside(
     return beside
 
 
-def write_speech(
-    source: Source, engine: EngineFile, folder: Path, to: str, quantization: str | None, name: str, **given: str | None
-) -> ExportReport:
-    """Write a model for speech, whose final name is `name`, with its processor, report and card.
+def write_speech(call: ExportArguments, source: Source, engine: EngineFile, folder: Path, to: str) -> ExportReport:
+    """Write a model for speech into `folder`, with its processor, report and card.
 
-    Raises `ValueError` for options that are `given` and for text.
+    Raises `ValueError` for options that are for text.
     """
-    for option in (option for option, value in given.items() if value):
-        raise OptionError(option, f" is for text; {source.name} is a model for speech: remove it")
+    for option in ("shortlist", "calibration"):
+        if getattr(call, option):
+            raise OptionError(option, f" is for text; {source.name} is a model for speech: remove it")
     source.need_extractor()
-    beside = write_beside(source, engine, folder, quantization, engine.write_speech, measure_speech)
-    before, quantization = folder_bytes(folder), quantization or "int8"
+    beside = write_beside(source, engine, folder, call.quantization, engine.write_speech, measure_speech)
+    before, quantization = folder_bytes(folder), call.quantization or "int8"
     expansion = engine.write_speech(source, folder, quantization)
     written, difference = folder_bytes(folder) - before, measure_speech(source, engine, folder, quantization)
-    source.tokenizer.save_pretrained(folder)
-    source.feature_extractor.save_pretrained(folder)
-    source.generation_config.save_pretrained(folder)
+    for part in (source.tokenizer, source.feature_extractor, source.generation_config):
+        part.save_pretrained(folder)
     if hasattr(engine, "write_config"):
         engine.write_config(source, folder, "")
-    report = describe_export(
-        source,
-        expansion,
-        engine=to,
-        quantization=quantization,
-        weight_bytes=written,
-        difference=difference,
-        beside=beside,
-        reads_sound=True,
-    )
-    write_json(asdict(report), folder / EXPORT_FILE)
-    usage = {"library": getattr(engine, "LIBRARY", to), "example": engine.SPEECH_EXAMPLE.format(folder=name)}
-    inherited = inherited_metadata(source.folder, source.hub_name)
-    write_export_card(folder, inherited, engine=to, form=quantization, lines=report.lines(name), **usage)
+    sizes: dict[str, Any] = {"weight_bytes": written, "difference": difference, "beside": beside, "reads_sound": True}
+    report = describe_export(source, expansion, engine=to, quantization=quantization, **sizes)
+    example = engine.SPEECH_EXAMPLE.format(folder=Path(call.output).name)
+    write_report(call, source, report, folder, getattr(engine, "LIBRARY", to), example)
     return report
 
 

@@ -99,24 +99,24 @@ class EngineComparison(Result):
             ValueError: it is something else; names what is missing or wrong.
         """
         found = as_kind(content, cls, "it")
-        deployed = {(place.model, place.form) for place in found.deployed}
+        deployed = {(model.model, model.form) for model in found.deployed}
         if not found.timings or any((timing.model, timing.form) not in deployed for timing in found.timings):
             raise ValueError("no timings, or some of models that were not deployed")
         return found
 
     def rows(self) -> dict[str, list[list[str]]]:
         """{setting: its table's rows, the head first}: a row a form and model, in the order of the timings."""
-        deployed = {(place.model, place.form): place for place in self.deployed}
+        deployed = {(model.model, model.form): model for model in self.deployed}
         scores = labels(self.deployed[0].scores).values()
         compared = {"same": "to_teacher"} | ({"int8": "to_baseline"} if self.has_baseline else {})
         unit, digits = ("x real time", 1) if self.reads_sound else ("tokens/s", 0)
         head = ["engine", "model", unit, *compared, "MB", *scores]
         found: dict[str, list[list[str]]] = {}
         for timing in self.timings:
-            place, ratios = deployed[timing.model, timing.form], [getattr(timing, name) for name in compared.values()]
+            model, ratios = deployed[timing.model, timing.form], [getattr(timing, name) for name in compared.values()]
             row = [timing.form, timing.model, f"{timing.speed.tokens_per_second:,.{digits}f}"]
             row += ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-            row += [f"{place.disk_bytes / 1e6:,.1f}", *(f"{score:.1f}" for score in place.scores.values())]
+            row += [f"{model.disk_bytes / 1e6:,.1f}", *(f"{score:.1f}" for score in model.scores.values())]
             cores = f"{timing.cores} core{'s' * (timing.cores > 1)}"
             found.setdefault(f"{cores}, batch {timing.batch_size}, beam {timing.beams}", [head]).append(row)
         return found
@@ -244,30 +244,46 @@ def compare_engines(
             comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            language, options = language_code(target), {"threads": max(cores), "num_beams": max(beams)}
-            if is_speech:
-                language, normalize = None, normalizer_of(load_processor(resolve_source(teacher)), languages[0])
-                references = [normalize(sound.text) for sound in pairs]
-                metrics = choose_metrics(metrics, references, references, default=SPEECH)
-            else:
-                sources, references = pairs["source"][:], pairs["target"][:]
-            first: list[str] | None = None  # outputs of the first model and form
             comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
-            comparison.signatures = signatures(metrics, references, language=language)
-            for place in deployed:
-                bar.set_description(f"outputs of {place.model} {place.form}")
-                if is_speech:
-                    outputs = list(map(normalize, _transcribe(place.folder, pairs, languages[0], **options)))
-                else:
-                    outputs = _translate(place.folder, names[place.model], sources, **options)
-                place.scores = score(outputs, references, metrics, language=language)
-                if first is None:
-                    first = outputs
-                else:
-                    texts = outputs, first, references
-                    place.differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
-                bar.update()
+            _measure_quality(comparison, names, pairs, languages if is_speech else (source, target), metrics, bar)
     return comparison
+
+
+def _measure_quality(
+    comparison: EngineComparison,
+    names: dict[str, str],
+    pairs: Any,
+    languages: tuple[str | None, str | None],
+    metrics: list[str],
+    bar: tqdm,
+) -> None:
+    """Fill in the scores of all models and forms, and their differences from the first."""
+    options = {
+        "threads": max(timing.cores for timing in comparison.timings),
+        "num_beams": comparison.quality_beams,
+    }
+    if comparison.reads_sound:
+        language, teacher = None, names[comparison.models[0]]
+        normalize = normalizer_of(load_processor(resolve_source(teacher)), languages[0])
+        references = [normalize(sound.text) for sound in pairs]
+        metrics = choose_metrics(metrics, references, references, default=SPEECH)
+    else:
+        language, sources, references = language_code(languages[1]), pairs["source"][:], pairs["target"][:]
+    comparison.signatures = signatures(metrics, references, language=language)
+    first: list[str] | None = None
+    for model in comparison.deployed:
+        bar.set_description(f"outputs of {model.model} {model.form}")
+        if comparison.reads_sound:
+            outputs = list(map(normalize, _transcribe(model.folder, pairs, languages[0], **options)))
+        else:
+            outputs = _translate(model.folder, names[model.model], sources, **options)
+        model.scores = score(outputs, references, metrics, language=language)
+        if first is None:
+            first = outputs
+        else:
+            texts = outputs, first, references
+            model.differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
+        bar.update()
 
 
 def _translate(folder: str, checkpoint: str, sources: list[str], *, threads: int, num_beams: int) -> list[str]:
@@ -363,7 +379,7 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
     tokenizers = {label: load_pretrained(AutoTokenizer, name) for label, name in names.items()}
     first = next(iter(tokenizers.values()))
     chosen = typical_sentences(list(pairs["source"]), list(pairs["target"]), first, count)
-    chosen = [chosen[place % len(chosen)] for place in range(count)]
+    chosen = [chosen[index % len(chosen)] for index in range(count)]
     limits = {label: longest_input(load_pretrained(AutoConfig, names[label]), tokenizers[label]) for label in names}
     return {
         label: tokenizer(chosen, truncation=True, max_length=limits[label])["input_ids"]
@@ -373,8 +389,8 @@ def _inputs(names: dict[str, str], pairs: Dataset | None, count: int) -> dict[st
 
 def _measure_speed(deployed: list[Deployed], inputs: dict, task: dict[str, Any], bar: tqdm) -> list[Timing]:
     """Measurements of a process with the number of cores of a task; each run advances the bar."""
-    cores, places = task["cores"], [(place.model, place.form) for place in deployed]
-    task = task | {"models": [[place.folder, inputs[place.model]] for place in deployed]}
+    cores, names = task["cores"], [(model.model, model.form) for model in deployed]
+    task = task | {"models": [[model.folder, inputs[model.model]] for model in deployed]}
     # Waiting threads that spin take the core from the engine whose turn it is.
     environment = child_environment(OMP_NUM_THREADS=str(cores), OMP_WAIT_POLICY="PASSIVE")
     command = "from lightformers_hf.evaluation.comparison import _measure; _measure()"
@@ -401,7 +417,7 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, task: dict[str, Any],
             last = (errors.read().strip() or "no message").splitlines()[-1]
             raise ValueError(f"the process that measures on {cores} cores failed: {last}")
     return [
-        Timing(*places[int(number)], cores, size, count, speed_of([tuple(run) for run in timed]))
+        Timing(*names[int(number)], cores, size, count, speed_of([tuple(run) for run in timed]))
         for size, count, number, timed in json.loads(found)
     ]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
+from ..arguments import EvaluateArguments
 from ..deprecated import warn_renamed
 from ..engines import Engine
 from ..files import EXPORT_FILE, REPORT_FILE, read_json
-from ..in_memory import AnyModel, model_name, on_disk
+from ..in_memory import model_name, on_disk
 from ..languages import add_prefix, first_token_of, language_code, split_language, split_prefix
 from ..loading import (
     load_pair,
@@ -28,6 +27,7 @@ from ..loading import (
     unique_parameters,
     weight_bytes,
 )
+from ..options import takes
 from ..results import Result
 from ..text import CHECKED, choose_pair, data_name, fingerprint, load_parallel, load_rows
 from .quality import (
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MEMORY_SENTENCES = 10
+SPEECH_OPTIONS = ("split", "max_samples", "metrics", "device", "progress", "batch_size", "max_new_tokens")
 
 
 @dataclass
@@ -141,45 +142,16 @@ class Evaluation(Result):
         return table
 
 
-def evaluate(
-    model: AnyModel,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | os.PathLike,
-    teacher: AnyModel | None = None,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-    split: str = "test",
-    max_samples: int | None = None,
-    batch_size: int = 32,
-    num_beams: int | None = None,
-    max_new_tokens: int | None = None,
-    device: str = "cpu",
-    speed: bool = True,
-    runs: int = 10,
-    metrics: Iterable[str] = (),
-    comet: str | None = None,
-    progress: bool = True,
-) -> Evaluation:
+@takes(EvaluateArguments)
+def evaluate(call: EvaluateArguments) -> Evaluation:
     """Translate parallel data with a checkpoint (and its teacher), score it, and measure size, memory and speed.
 
+    Models for speech transcribe sound (`find_sounds`): `source_lang` is its language, `target_lang` the column of
+    transcripts, and both scores are of texts that Whisper's normalizer made alike. The teacher searches with the
+    model's number of beams. Data are as of `load_parallel`. Without metrics, those are computed that fit the
+    references (`choose_metrics`).
+
     Args:
-        model, teacher: folders or Hub names of sequence-to-sequence checkpoints, or loaded models. Models for speech
-            transcribe sound (`find_sounds`): `source_lang` is its language, `target_lang` the column of transcripts,
-            and both scores are of texts that Whisper's normalizer made alike. The model may be an
-            export, whose speed and memory are not measured (`lightformers benchmark engines` measures its speed).
-        tokenizer: that of loaded models.
-        data, split, max_samples: as for `load_parallel`.
-        source_lang, target_lang: names of columns, or languages in a column `translation`; by default those of the
-            tokenizer. For a multilingual checkpoint also the codes, `de=deu_Latn` (`set_language_codes`). The source
-            may have a prefix (`load_parallel`); a prefix of the configuration for the two languages is used.
-        device: device of the quality measurement; speed and memory are measured on one CPU core.
-        speed: also measure tokens/s and peak memory (takes minutes).
-        runs: number of runs of the speed measurement.
-        metrics: names of `METRICS`; by default those that fit the references (`choose_metrics`).
-        comet: a local COMET checkpoint for an additional score.
-        num_beams, max_new_tokens: for `generate()`, for quality and speed; `None`: the values of the checkpoint (the
-            number of beams of the model also applies to the teacher).
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint or data does not exist or is not suitable; the message names the
@@ -188,80 +160,78 @@ def evaluate(
     Example:
         >>> print(evaluate("recovered", data="test.jsonl", teacher="opus-mt-de-en"))
     """
-    names, generation = {"model": model_name(model)}, {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
-    names |= {"teacher": model_name(teacher)} if teacher else {}
-    data, metrics = data_name(data), check_metrics(metrics)
-    with on_disk(tokenizer, model, teacher) as (light, dense):
-        places = dict(zip(names, (light, dense), strict=False))
+    names = {"model": model_name(call.model)} | ({"teacher": model_name(call.teacher)} if call.teacher else {})
+    data_name(call.data)  # which refuses loaded rows
+    call = replace(call, metrics=check_metrics(call.metrics))
+    with on_disk(call.tokenizer, call.model, call.teacher) as (light, dense):
+        folders = dict(zip(names, (light, dense), strict=False))
         if reads_sound(resolve_source(light)):
-            chosen = {"batch_size": batch_size, "num_beams": num_beams or 1, "max_new_tokens": max_new_tokens}
-            columns = split_language(source_lang)[0], split_language(target_lang)[0]
-            return evaluate_speech(
-                names, places, data, columns, split=split, max_samples=max_samples, metrics=metrics, device=device,
-                progress=progress, **chosen,
-            )  # fmt: skip
-        exported = read_json(Path(light, EXPORT_FILE))
-        if speed and exported:
-            logger.warning(f"{names['model']} is an export: lightformers benchmark engines measures its speed")
-        read = partial(load_parallel, data, split=split, max_samples=max_samples)
-        if not exported:  # wrong data is refused before weights are read
-            source, target = find_columns(light, source_lang, target_lang, label=names["model"])
-            pairs = read(source=source, target=target)
-        load = load_exported if exported else load_pair
-        loaded = load(light, dense, device=device, source=source_lang, target=target_lang)
-        own = loaded["model"][0].search if exported else loaded["model"][0].generation_config
-        # The teacher searches with the model's number of beams, whatever its checkpoint contains.
-        generation = {name: value for name, value in generation.items() if value is not None}
-        generation = {"num_beams": own.num_beams or 1} | generation
-        if exported:  # the engine has the prefix
-            source, target = choose_columns(names["model"], *loaded["model"], source_lang, target_lang)
-            pairs = read(source=source, target=target)
-        sources, references = list(pairs["source"]), list(pairs["target"])
-        metrics = choose_metrics(metrics, sources, references)
-        warn_of_overlap(light, data, sources)
-        translated: dict[str, Any] = {"batch_size": batch_size, "progress": progress} | generation
-        outputs = {role: translate(sources, *loaded[role], split=False, **translated) for role in names}
-        language = language_code(target, loaded["model"][1])
-        measured = {}
-        for role, name in names.items():
-            scores = score(outputs[role], references, metrics, language=language)
-            if comet:
-                scores["comet"] = 100 * comet_score(sources, outputs[role], references, comet)
-            if exported and role == "model":
-                sizes = exported["parameters"], exported["weight_bytes"]
-            else:
-                sizes = unique_parameters(loaded[role][0]), weight_bytes(places[role])
-            measured[role] = Measurements(name, scores, *sizes)
-        ratio = None
-        if speed and not exported:
-            sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
-            ratio = _measure_speed(measured, places, loaded, sentences, runs=runs, progress=progress, **generation)
+            return evaluate_speech(call, names, folders)
+        return evaluate_text(call, names, folders, read_json(Path(light, EXPORT_FILE)))
+
+
+def evaluate_text(
+    call: EvaluateArguments, names: dict[str, str], folders: dict[str, str], exported: dict[str, Any]
+) -> Evaluation:
+    """Translate text with a model (and its teacher): see `evaluate`.
+
+    Args:
+        names, folders: of `model` and, if there is one, `teacher`: names to print, and places to read from.
+        exported: the record of an export; empty for a checkpoint.
+    """
+    light, dense, data = folders["model"], folders.get("teacher"), data_name(call.data)
+    languages = {"source": call.source_lang, "target": call.target_lang}
+    if call.speed and exported:
+        logger.warning(f"{names['model']} is an export: lightformers benchmark engines measures its speed")
+    read = partial(load_parallel, data, split=call.split, max_samples=call.max_samples)
+    if not exported:  # wrong data is refused before weights are read
+        source, target = find_columns(light, **languages, label=names["model"])
+        pairs = read(source=source, target=target)
+    loaded = (load_exported if exported else load_pair)(light, dense, device=call.device, **languages)
+    if exported:  # the engine has the prefix
+        source, target = choose_columns(names["model"], *loaded["model"], **languages)
+        pairs = read(source=source, target=target)
+    own = loaded["model"][0].search if exported else loaded["model"][0].generation_config
+    generation = {"num_beams": call.num_beams or own.num_beams or 1}
+    generation |= {"max_new_tokens": call.max_new_tokens} if call.max_new_tokens is not None else {}
+    sources, references = list(pairs["source"]), list(pairs["target"])
+    metrics = choose_metrics(call.metrics, sources, references)
+    warn_of_overlap(light, data, sources)
+    options: dict[str, Any] = {"batch_size": call.batch_size, "progress": call.progress} | generation
+    outputs = {role: translate(sources, *loaded[role], split=False, **options) for role in names}
+    language, measured = language_code(target, loaded["model"][1]), {}
+    for role, name in names.items():
+        scores = score(outputs[role], references, metrics, language=language)
+        if call.comet:
+            scores["comet"] = 100 * comet_score(sources, outputs[role], references, call.comet)
+        if exported and role == "model":
+            sizes = exported["parameters"], exported["weight_bytes"]
+        else:
+            sizes = unique_parameters(loaded[role][0]), weight_bytes(folders[role])
+        measured[role] = Measurements(name, scores, *sizes)
+    ratio = None
+    if call.speed and not exported:
+        sentences = typical_sentences(sources, references, loaded.get("teacher", loaded["model"])[1])
+        options = {"runs": call.runs, "progress": call.progress} | generation
+        ratio = _measure_speed(measured, folders, loaded, sentences, **options)
     differences = {}
-    if teacher:
+    if call.teacher:
         texts = outputs["model"], outputs["teacher"], references
         differences = {name: difference(*texts, metric=name, language=language) for name in metrics}
-    head = load_rows(data, split=split, first=max_samples or CHECKED)
+    head = load_rows(data, split=call.split, first=call.max_samples or CHECKED)
     columns = choose_pair(head, split_prefix(source)[0], split_language(target)[0] or "")
     variants = signatures(metrics, references, language=language)
     both = measured["model"], measured.get("teacher")
     return Evaluation(*both, ratio, data, *columns, len(sources), generation, variants, differences)
 
 
-def evaluate_speech(
-    names: dict[str, str],
-    places: dict[str, str],
-    data: str,
-    columns: tuple[str | None, str | None],
-    **options: Any,
-) -> Evaluation:
-    """Transcribe sound with a model for speech (and its teacher): see `evaluate`.
-
-    Args:
-        columns: the language of the sound, and the column of transcripts; `None`: both are found.
-    """
-    language, column = columns
-    folders = {role: resolve_source(place) for role, place in places.items()}
-    found = measure_speech(folders, names, data, column=column, language=language, **options)
+def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dict[str, str]) -> Evaluation:
+    """Transcribe sound with a model for speech (and its teacher): see `evaluate`, and `evaluate_text`."""
+    language, column = split_language(call.source_lang)[0], split_language(call.target_lang)[0]
+    options: dict[str, Any] = {name: getattr(call, name) for name in SPEECH_OPTIONS}
+    data, generation = data_name(call.data), {"num_beams": call.num_beams or 1}
+    resolved = {role: resolve_source(folder) for role, folder in folders.items()}
+    found = measure_speech(resolved, names, data, column=column, language=language, **options | generation)
     measured = {}
     for role, (*sizes, rate) in found["measured"].items():
         measured[role] = Measurements(*sizes)
@@ -269,8 +239,7 @@ def evaluate_speech(
     ratio = None
     if "teacher" in measured:
         ratio = measured["teacher"].real_time_factor / measured["model"].real_time_factor
-    warn_of_overlap(places["model"], data, found["texts"])
-    generation = {"num_beams": options["num_beams"]}
+    warn_of_overlap(folders["model"], data, found["texts"])
     return Evaluation(
         measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", found["sentences"],
         generation, found["signatures"], found["differences"],
@@ -307,7 +276,7 @@ def evaluate_model(
 
 def _measure_speed(
     measured: dict[str, Measurements],
-    places: dict[str, str],
+    folders: dict[str, str],
     loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
     sentences: list[str],
     *,
@@ -322,7 +291,7 @@ def _measure_speed(
     for role, one in measured.items():
         first = first_token_of(loaded[role][0])
         one.memory_bytes, one.libraries_bytes = translation_memory(
-            places[role], sentences[:MEMORY_SENTENCES], **first | generation
+            folders[role], sentences[:MEMORY_SENTENCES], **first | generation
         )
         one.tokens_per_second, one.tokens = speeds[role].tokens_per_second, speeds[role].tokens
     return speed_ratio(speeds["model"], speeds["teacher"]) if "teacher" in speeds else None

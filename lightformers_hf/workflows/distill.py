@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..arguments import DistillArguments
 from ..corpus import Corpus, Shard
 from ..engines import export
 from ..engines.engine import Engine, longest_input, wrap_network
@@ -51,9 +52,10 @@ from ..files import (
     write_json,
     write_whole,
 )
-from ..in_memory import AnyModel, identify, on_disk
+from ..in_memory import identify, on_disk
 from ..languages import split_language, split_prefix
 from ..loading import is_export
+from ..options import takes, values_of
 from ..results import Result
 from ..text import check_known, data_name
 from .recover import claim, find_changed
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 WORK = ".work"  # folder of what is not complete
 FORMATS = ("jsonl", "parquet")
-BEAMS = 4
+NOT_ASKED = ("output", "tokenizer", "processes", "ray", "skip_bad_lines", "overwrite", "progress")
 ANSWER = 10  # seconds within which a Ray cluster answers
 SEVERAL = 32  # shards from which on several processes read them first
 GROUP = 2048  # texts that are sorted by length together
@@ -109,26 +111,8 @@ class Distillation(Result):
         return [table]
 
 
-def distill(
-    teacher: AnyModel,
-    data: str | os.PathLike,
-    output: str | Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-    split: str = "train",
-    num_beams: int = BEAMS,
-    max_new_tokens: int | None = None,
-    batch_size: int = 32,
-    keep: str | float | None = None,
-    format: str = "jsonl",
-    processes: int | None = None,
-    ray: str | None = None,
-    skip_bad_lines: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Distillation:
+@takes(DistillArguments)
+def distill(call: DistillArguments) -> Distillation:
     """Let the teacher translate (or summarize) the sources of a corpus, and write the pairs as shards.
 
     `output` gets files `part-00000.jsonl`, … of rows `{"de": source, "en": translation, "log_probability": …}`, in
@@ -138,22 +122,6 @@ def distill(
     the shards that are not complete, and gives the same files as without the kill.
 
     Args:
-        teacher: a checkpoint (a folder, a name on the Hub, or a loaded model), or the folder of an export.
-        data: sources, or pairs whose targets are not read: files, folders, patterns, or a Hub name, as of
-            `load_parallel`. A shard is 4 MB of lines, a row group, or a file that is packed.
-        output: the folder to write.
-        tokenizer: that of a loaded model.
-        source_lang, target_lang: names of the columns; of multilingual models also the codes, `de=de_DE`; for a T5 the
-            prefix may stand behind the source's.
-        split: the split of a Hub data set.
-        num_beams, max_new_tokens, batch_size: as for `translate`.
-        keep: the share of pairs to keep, `"90%"` or 0.9, those with the highest mean log-probability of a token.
-        format: `jsonl` or `parquet`.
-        processes: number of processes; `None`: one for each core. On an accelerator, one.
-        ray: `auto`, or the address of a Ray cluster, which runs the work of the processes; its machines see `output`.
-        skip_bad_lines: skip damaged lines, and count them; otherwise they are errors before the first translation.
-        overwrite: start again in a folder of another distillation.
-        progress: show a bar.
 
     Raises:
         ValueError: an option is out of its range, the data is unsuitable, or Ray does not answer.
@@ -164,35 +132,28 @@ def distill(
     Example:
         >>> distill("opus-mt-de-en", "train-*.jsonl.gz", "distilled", keep="90%")
     """
-    data, share = str(data_name(data)), read_share(keep)
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}, expected {' or '.join(FORMATS)}")
-    numbers = {"num_beams": num_beams, "batch_size": batch_size, "processes": processes}
-    for name, value in {**numbers, "max_new_tokens": max_new_tokens}.items():
-        if value is not None and value < 1:
+    data, share = str(data_name(call.data)), read_share(call.keep)
+    if call.format not in FORMATS:
+        raise ValueError(f"format is {call.format!r}, expected {' or '.join(FORMATS)}")
+    for name in ("num_beams", "batch_size", "processes", "max_new_tokens"):
+        if (value := getattr(call, name)) is not None and value < 1:
             raise ValueError(f"{name} is {value}, expected 1 or more")
-    output = Path(os.path.expanduser(output))
-    asked: dict[str, Any] = {
-        "teacher": identify(teacher),
-        "data": data,
-        "source_lang": source_lang,
-        "target_lang": target_lang,
-    }
-    asked |= {"split": split, "num_beams": num_beams, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    asked |= {"keep": share, "format": format}
-    with on_disk(tokenizer, teacher) as (place,), parents(output), lock(output):
-        check_place(output, [place, data])
-        record = claim_folder(output, asked, [place, data], overwrite)
-        job = Job.of(place, output, asked, skip_bad=skip_bad_lines)
+    output = Path(os.path.expanduser(call.output))
+    asked = {"teacher": identify(call.teacher), "data": data, "keep": share}
+    asked |= {name: value for name, value in values_of(call).items() if name not in (*asked, *NOT_ASKED)}
+    with on_disk(call.tokenizer, call.teacher) as (model,), parents(output), lock(output):
+        check_place(output, [model, data])
+        record = claim_folder(output, asked, [model, data], call.overwrite)
+        job = Job.of(model, output, asked, skip_bad=call.skip_bad_lines)
         now = job.corpus.describe_files()
         if changed := find_changed(record.get("data", {}), now):
             raise ValueError(
                 f"{changed} has changed since this distillation began: put it back as it was to resume, or start "
                 "again with overwrite=True (--overwrite)"
             )
-        run = choose_way(job, processes, ray)
+        run = choose_way(job, call.processes, call.ray)
         try:
-            return run_steps(job, run, record | {"data": now}, share, progress=progress)
+            return run_steps(job, run, record | {"data": now}, share, progress=call.progress)
         except (OSError, SafetensorError) as error:
             if is_full_disk(error):
                 raise OSError(

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,8 +13,10 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from markdown_it import MarkdownIt
 
 from lightformers_hf import convert, plan
-from lightformers_hf.conversion.card import model_card, read_results, result_files, write_export_card
-from lightformers_hf.conversion.report import ModelFacts, inherited_metadata
+from lightformers_hf.checkpoints.cards import inherited_metadata
+from lightformers_hf.conversion.card import model_card, read_results, result_files
+from lightformers_hf.conversion.report import ModelFacts
+from lightformers_hf.engines.card import write_card
 
 pytestmark = pytest.mark.quick
 
@@ -218,10 +221,13 @@ def test_results_of_another_model_are_refused(tmp_path):
 
 def test_the_card_of_an_export_says_what_it_was_made_of(tmp_path):
     metadata = {"base_model": "someone/opus-mt-de-en", "license": "apache-2.0", "language": ["de", "en"]}
+    source = SimpleNamespace(folder=tmp_path, hub_name=None)
+    ModelCard(f"---\n{yaml.safe_dump(metadata)}---\n").save(tmp_path / "README.md")
     for form, relation in (("int8", "quantized"), ("float32", "finetune")):
         options = {"lines": ["`a` | b <b>c</b>."], "library": "ctranslate2", "example": "run()"}
-        write_export_card(tmp_path, metadata, engine="ctranslate2", form=form, **options)
-        card = ModelCard.load(tmp_path / "README.md")
+        (tmp_path / form).mkdir()
+        write_card(tmp_path / form, source, engine="ctranslate2", form=form, **options)
+        card = ModelCard.load(tmp_path / form / "README.md")
         assert card.data.to_dict() == metadata | {
             "base_model_relation": relation,
             "library_name": "ctranslate2",

@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_json, write_json
+from ...in_memory import AnyModel
 from ...languages import split_language
 from ...loading import printable_name
+from ...options import takes
 from ...results import Result
+from ..arguments import WebArguments
 from ..write import ExportReport, export, folder_bytes
 
 TRANSFORMERS_JS = "4.3.2"
@@ -74,47 +77,32 @@ class WebReport(Result):
         return [*lines, *dict.fromkeys(line for report in self.models for line in report.tokenizer.lines())]
 
 
-def export_web(
-    model: str | Path,
-    output: str | Path,
-    *,
-    compare: str | Path | None = None,
-    quantization: str = "int8",
-    calibration: str | Path | None = None,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-    overwrite: bool = False,
-) -> WebReport:
+@takes(WebArguments)
+def export_web(call: WebArguments) -> WebReport:
     """Write a folder with a page that translates in the browser.
 
     Args:
-        model: a checkpoint folder, or a name on the Hub.
-        output: the folder to write.
-        compare: another checkpoint that the page runs beside the model, such as its teacher.
-        quantization, calibration: `int8`, or `int4` and the text that it is rounded by, as for `export`.
-        source_lang, target_lang: languages of a multilingual model.
-        overwrite: replace the content of `output`, if this package wrote all of it.
 
     Raises:
         ValueError: as `export`; also a tokenizer that `tokenizer.json` cannot hold; npm is missing, or fails.
         FileNotFoundError, FileExistsError, BlockingIOError: as `export`.
     """
-    check_output(output, overwrite=overwrite, inputs=[model, compare, calibration])
-    if quantization not in DTYPES:
-        raise ValueError(f"quantization is {quantization!r}; a page has {' or '.join(DTYPES)}")
-    options = {"quantization": quantization, "calibration": calibration}
-    options |= {"source_lang": source_lang, "target_lang": target_lang}
-    names = {"model": model, **({"compare": compare} if compare else {})}
-    with atomic_output(output, overwrite=overwrite, inputs=[*names.values(), calibration]) as temporary:
+    output, names = call.output, {"model": call.model} | ({"compare": call.compare} if call.compare else {})
+    inputs = [*names.values(), call.calibration]
+    check_output(output, overwrite=call.overwrite, inputs=inputs)
+    if call.quantization not in DTYPES:
+        raise ValueError(f"quantization is {call.quantization!r}; a page has {' or '.join(DTYPES)}")
+    options = {name: getattr(call, name) for name in ("quantization", "calibration", "source_lang", "target_lang")}
+    with atomic_output(output, overwrite=call.overwrite, inputs=inputs) as temporary:
         versions = vendor(temporary / "vendor")
         reports = [_write_model(name, temporary / key, options) for key, name in names.items()]
-        title = f"{printable_name(model)} in the browser"
+        title = f"{printable_name(call.model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
-        language = source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
-        target = target_lang or tokenizer.get("target_lang") or tokenizer.get("tgt_lang")
+        language = call.source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
+        target = call.target_lang or tokenizer.get("target_lang") or tokenizer.get("tgt_lang")
         models = [
             {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
-            | {"dtype": DTYPES[quantization][0]}
+            | {"dtype": DTYPES[call.quantization][0]}
             for key, name in names.items()
         ]
         page = {"title": title, "example": "", "language": find_language(language), "target": find_language(target)}
@@ -143,7 +131,7 @@ def find_language(name: str | None) -> str | None:
     return found[1] if found else None
 
 
-def _write_model(name: str | Path, folder: Path, options: dict[str, Any]) -> ExportReport:
+def _write_model(name: AnyModel, folder: Path, options: dict[str, Any]) -> ExportReport:
     """Export a model with options of `export`, and keep only the files that a browser loads."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place, "made")

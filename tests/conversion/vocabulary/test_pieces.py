@@ -7,7 +7,7 @@ from conversion.vocabulary.checkpoints import scores, train_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightformers_hf.conversion.vocabulary import PieceModel, lone_characters, merges_of
+from lightformers_hf.checkpoints.tokenizers import PieceModel, lone_characters, merges_of
 
 pytestmark = pytest.mark.quick
 MODELS = {kind: train_pieces(GERMAN + ENGLISH, 200, kind) for kind in ("unigram", "bpe")}
