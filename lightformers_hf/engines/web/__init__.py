@@ -39,24 +39,6 @@ VENDORED = {
     "@huggingface/transformers": ("dist/transformers.min.js", "LICENSE"),
     "onnxruntime-web": ("dist/ort-wasm-simd-threaded.mjs", "dist/ort-wasm-simd-threaded.wasm"),
 }
-README = """---
-title: {title}
-sdk: static
-pinned: false
-tags: [translation, transformers.js]
----
-
-# {title}
-
-This page translates in the browser. The text does not leave the page.
-
-Open it from any web server, for example with `python -m http.server --directory {folder}`, then
-http://localhost:8000. After the first visit the page works without network. To publish it as a Space:
-`lightformers push {folder} USER/SPACE`.
-
-`vendor/` holds transformers.js {version} and ONNX Runtime {runtime} from the npm registry.
-`lightformers web MODEL {folder}` fetches them with `npm pack`.
-"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,11 @@ def export_web(call: WebArguments) -> WebReport:
         write_json({**page, "version": version, "models": models}, temporary / PAGE_FILE)
         worker.write_text(worker.read_text(encoding="utf-8").replace("VERSION", version), encoding="utf-8")
         programs = dict(zip(("version", "runtime"), map(versions.__getitem__, VENDORED), strict=True))
-        card = README.format(title=title, folder=Path(output).name, **programs)
+        card = (
+            (Path(__file__).parent / "card.md")
+            .read_text(encoding="utf-8")
+            .format(title=title, folder=Path(output).name, **programs)
+        )
         (temporary / CARD_FILE).write_text(card, encoding="utf-8")
         sizes = {is_model: [0, 0] for is_model in (True, False)}
         for file in temporary.rglob("*"):
