@@ -213,7 +213,8 @@ class Corpus:
     """Pairs of sentences, or text of the source language alone, of data of any size.
 
     Args:
-        data, source, target, default, split: as for `load_text`.
+        data, split: as for `load_rows`.
+        source, target, default: as for `find_texts`.
         skip_bad: whether damaged lines are counted, in `bad`, and skipped; otherwise they end the reading.
 
     Attributes:
@@ -223,7 +224,7 @@ class Corpus:
         bad: places of damaged lines that were skipped.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_text`, for the first rows of each file; the others are looked at when
+        FileNotFoundError, ValueError: as these, for the first rows of each file; the others are looked at when
             they are read.
 
     Example:

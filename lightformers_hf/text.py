@@ -83,27 +83,14 @@ def _check_number(max_samples: int | None) -> None:
         raise ValueError(f"max_samples is {max_samples}: expected 1 or more, or None for all.")
 
 
-def load_text(
-    data: str, *, source: str | None, target: str | None, default: tuple[str, str], split: str = "train"
-) -> Dataset:
-    """Sentence pairs as of `load_parallel`, or text of the source language alone: a dataset with no column `target`.
-
-    Text alone is a .txt file (a line is a text, also with .gz), data of one column, and data without the column
-    `default` names for the target where `source` is named and `target` is not. `default`: columns for those that are
-    `None`; the source's may bring a prefix.
-    """
-    rows = load_rows(data, split=split)
-    first, second, prefix = find_texts(rows, data, source=source, target=target, default=default)
-    texts = select_texts(rows, data, first, second)
-    return texts.map(lambda row: {"source": put_prefix(prefix, row["source"])}) if prefix else texts
-
-
 def find_texts(
     rows: Dataset, data: str, *, source: str | None, target: str | None, default: tuple[str, str]
 ) -> tuple[str, str | None, str]:
-    """Columns of source and target of rows that `load_text` reads, and the prefix; a target of `None`: sources alone.
+    """Columns of source and target, and the prefix; a target of `None` is text of the source language alone.
 
-    Raises `ValueError` where the rows have no such columns.
+    Text alone is a .txt file (a line is a text, also with .gz), data of one column, and data without the column
+    `default` names for the target where `source` is named and `target` is not. `default`: columns for those that are
+    `None`; the source's may bring a prefix. Raises `ValueError` where the rows have no such columns.
     """
     column, prefix = split_prefix(source or default[0])
     if rows.column_names == ["text"] and all(suffix_of(file) == ".txt" for file in find_files(data) or [""]):
@@ -189,9 +176,10 @@ def select_texts(rows: Dataset, data: str, source: str, target: str | None) -> D
         source, target = _pair_columns(rows, data, source, target)
     elif source not in rows.column_names:
         rows = _find_languages(rows, (source, source))
-    named = {source: "source"} | ({target: "target"} if target is not None else {})
-    texts = rows.select_columns(list(named)).rename_columns({old: new for old, new in named.items() if old != new})
-    _check_text(texts, data, {new: old for old, new in named.items()})
+    names = {"source": source} | ({"target": target} if target is not None else {})
+    texts = rows.select_columns([*names.values()])
+    texts = texts.rename_columns({old: new for new, old in names.items() if old != new})
+    _check_text(texts, data, names)
     return texts
 
 
@@ -257,7 +245,8 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
         try:
             values.validate(full=True)
         except pyarrow.ArrowInvalid:
-            row = next(i for i, value in enumerate(values.cast("large_binary")) if not _is_utf8(value.as_py()))
+            texts = (value.as_py() or b"" for value in values.cast("large_binary"))
+            row = next(i for i, text in enumerate(texts) if text.decode(errors="ignore").encode() != text)
             raise ValueError(f"{data}, row {row + 1}, {name!r}: the text is not UTF-8: write it again") from None
         if pairs.features[column] in (Value("string"), Value("large_string")):
             bad = pc.index(pc.is_null(values), True).as_py() if values.null_count else None
@@ -267,14 +256,6 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             raise ValueError(f"{data}, row {bad + 1} has no {name!r}: expected text in every row.")
         if bad is not None:
             raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r:.60}")
-
-
-def _is_utf8(text: bytes | None) -> bool:
-    try:
-        (text or b"").decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def fingerprint(sentence: str) -> str:
@@ -439,22 +420,6 @@ def list_files(data: str, files: Sequence[str]) -> None:
         logger.warning(f"{data}: {len(names)} file{'s' * (len(names) != 1)}, {', '.join(names[:10])}{more}")
 
 
-def load_file(path: Path, first: int | None = None, bad: Bad = None) -> Dataset:
-    """All columns of a local file, those of .csv and .tsv as text and of .txt as `text`; no row where it holds none.
-
-    `first`, `bad`: as for `load_rows`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8. In .csv and .tsv also a line of
-            more or fewer fields than the header names.
-        OSError: the cache of the datasets library cannot be written.
-    """
-    path = Path(os.path.expanduser(path))
-    check_file_type(path)
-    return _load(path, suffix_of(path), first, bad)
-
-
 def check_file_type(path: Path) -> None:
     """Raise an error where a file of data is not there or of an unknown type."""
     if path.is_dir():
@@ -468,21 +433,28 @@ def check_file_type(path: Path) -> None:
 
 
 def load_lines(path: Path) -> Dataset:
-    """The lines of a local text file, which may be packed (.gz), as a column `text`; no row where it holds none.
+    """The lines of a local text file with any ending, also packed (.gz), as a column `text`: see `load_file`."""
+    return load_file(path, suffix=".txt")
 
-    Raises: as `load_file`.
+
+def load_file(path: Path, first: int | None = None, bad: Bad = None, *, suffix: str | None = None) -> Dataset:
+    """All columns of a local file, those of .csv and .tsv as text and of .txt as `text`; no row where it holds none.
+
+    `first`, `bad`: as for `load_rows`. `suffix`: the ending by which it is read, by default its own.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a folder, an unknown type, or content that is damaged or not UTF-8. In .csv and .tsv also a line of
+            more or fewer fields than the header names.
+        OSError: the cache of the datasets library cannot be written.
     """
-    path = Path(os.path.expanduser(path))
-    if not path.is_file():
-        check_file_type(path)
-    return _load(path, ".txt")
-
-
-def _load(path: Path, suffix: str, first: int | None = None, bad: Bad = None) -> Dataset:
-    """A file that is there, read as one of a type; no row where it holds none."""
     from datasets import Dataset
     from datasets.config import HF_DATASETS_CACHE
 
+    path = Path(os.path.expanduser(path))
+    if suffix is None or not path.is_file():
+        check_file_type(path)
+    suffix = suffix or suffix_of(path)
     try:
         if first is not None:
             return _load_first(path, suffix, first, bad)
@@ -595,7 +567,8 @@ def read_rows(path: Path, suffix: str, bad: Bad = None) -> Iterator[dict[str, An
     lines = read_lines(path, bad)
     for number, line in lines:
         if number == 1 and suffix in (".json", ".jsonl") and line.lstrip().startswith("["):
-            yield from _parse_list("".join([line, *(rest for _, rest in lines)]))
+            rows = _parse("".join([line, *(rest for _, rest in lines)]), "its text")
+            yield from (_check_object(row, f"row {index}") for index, row in enumerate(rows, 1))
         elif number > begin:
             with _noted(path, f"line {number}", bad):
                 row = parse_line(line, suffix, number, header)
@@ -627,15 +600,8 @@ def parse_line(line: str, suffix: str, number: int, header: Sequence[str] | None
         return {"text": line.rstrip("\r\n")}
     if suffix == ".tsv":
         fields = _split_tabs(line, number)
-        if header is None or fields is None:
-            return None
-        _check_fields(fields, header, f"line {number}")
-        return dict(zip(header, fields, strict=True))
-    if not line.strip():
-        return None
-    row = _parse(line, f"line {number}")
-    _check_object(row, f"line {number}")
-    return row
+        return None if header is None or fields is None else _name_fields(fields, header, f"line {number}")
+    return _check_object(_parse(line, f"line {number}"), f"line {number}") if line.strip() else None
 
 
 def _split_tabs(line: str, number: int) -> list[str] | None:
@@ -662,22 +628,17 @@ def _name_columns(fields: Sequence[str], number: int) -> list[str]:
     return header
 
 
-def _check_fields(fields: Sequence[str], header: Sequence[str], place: str, quotes: str = "") -> None:
+def _name_fields(fields: Sequence[str], header: Sequence[str], place: str, quotes: str = "") -> dict[str, str]:
     if len(fields) != len(header):
         found = f"{len(fields)} field{'s' * (len(fields) != 1)}, the header names {len(header)}"
         raise ValueError(f"{place}: {found}; look for a delimiter too many or too few there{quotes}")
+    return dict(zip(header, fields, strict=True))
 
 
-def _parse_list(text: str) -> Iterator[dict[str, Any]]:
-    """The rows of a list of JSON."""
-    for index, row in enumerate(_parse(text, "its text"), 1):
-        _check_object(row, f"row {index}")
-        yield row
-
-
-def _check_object(row: Any, place: str) -> None:
+def _check_object(row: Any, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{place} is {json.dumps(row)[:40]}, expected an object")
+    return row
 
 
 def _parse(text: str, place: str) -> Any:
@@ -711,8 +672,7 @@ def _read_table(path: Path, bad: Bad) -> Iterator[dict[str, str]]:
                     header = None if is_blank else _name_columns(row, first)
                 elif not is_blank:
                     with _noted(path, f"line {first}", bad):
-                        _check_fields(row, header, f"line {first}", ", or a quote that is not closed")
-                        yield dict(zip(header, row, strict=True))
+                        yield _name_fields(row, header, f"line {first}", ", or a quote that is not closed")
                 first = table.line_num + 1
         except csv.Error as error:
             reason = {"unexpected end of data": "a quote is not closed"}.get(str(error), str(error))

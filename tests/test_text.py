@@ -17,12 +17,19 @@ from transformers import MarianTokenizer
 from lightformers_hf import translate
 from lightformers_hf.evaluation.translate import translate_stream
 from lightformers_hf.loading import load_model
-from lightformers_hf.text import load_lines, load_parallel, load_rows, load_text, tokenize_pairs
+from lightformers_hf.text import find_texts, load_lines, load_parallel, load_rows, select_texts, tokenize_pairs
 
 pytestmark = pytest.mark.quick
 
 PAIRS = {"de": ["Guten Tag.", "null", '1984, "so"'], "en": ["Good day.", "NA", "zero"]}
 ROWS = [dict(zip(PAIRS, row, strict=True)) for row in zip(*PAIRS.values(), strict=True)]
+
+
+def load_text(data, **columns):
+    """The columns of text that a corpus finds."""
+    rows = load_rows(data)
+    source, target, prefix = find_texts(rows, data, **columns)
+    return select_texts(rows, data, source, target).map(lambda row: {"source": prefix + row["source"]})
 
 
 @pytest.fixture(autouse=True)
