@@ -287,18 +287,12 @@ class Job:
         folder.parent.mkdir(exist_ok=True)
         model, tokenizer = self.teacher
         if isinstance(model, PreTrainedModel) and model.device.type == "cpu" and find_spec(ENGINE):
-            if not is_export(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                checkpoint = self.output / WORK / "checkpoint"
-                try:
-                    for part in (model, tokenizer):
-                        part.save_pretrained(checkpoint)
-                    export(checkpoint, folder, to=ENGINE, quantization=QUANTIZATION)
-                except ValueError as error:
-                    logger.warning(f"the teacher translates by generate(), which takes five times as long: {error}")
-                shutil.rmtree(checkpoint, ignore_errors=True)
-            if is_export(folder):
+            try:
+                if not is_export(folder):
+                    export(model, folder, tokenizer=tokenizer, to=ENGINE, quantization=QUANTIZATION)
                 self.model = str(folder)
+            except ValueError as error:
+                logger.warning(f"the teacher translates by generate(), which takes five times as long: {error}")
         self.teacher = None
 
     def load(self) -> tuple[Engine, PreTrainedTokenizerBase]:
@@ -447,10 +441,9 @@ def write_rows(rows: Sequence[tuple[str, str, float]], columns: tuple[str, str],
             import pyarrow
             from pyarrow import parquet
 
-            values = zip(*rows, strict=True) if rows else [[], [], []]
-            types = (pyarrow.string(), pyarrow.string(), pyarrow.float32())
-            arrays = [pyarrow.array(list(part), kind) for part, kind in zip(values, types, strict=True)]
-            parquet.write_table(pyarrow.table(arrays, names=list(names)), file)
+            schema = pyarrow.schema(zip(names, (pyarrow.string(), pyarrow.string(), pyarrow.float32()), strict=True))
+            content = [dict(zip(names, row, strict=True)) for row in rows]
+            parquet.write_table(pyarrow.Table.from_pylist(content, schema), file)
 
 
 def read_rows(path: Path, columns: tuple[str, str], kind: str) -> list[tuple[str, str, float]]:

@@ -577,10 +577,8 @@ def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         return network
     try:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint, exported = Path(folder, "checkpoint"), Path(folder, "exported")
-            network.save_pretrained(checkpoint)
-            tokenizer.save_pretrained(checkpoint)
-            export(checkpoint, exported, to=ENGINE, quantization=QUANTIZATION)
+            exported = Path(folder, "exported")
+            export(network, exported, tokenizer=tokenizer, to=ENGINE, quantization=QUANTIZATION)
             engine = load_engine(exported, threads=torch.get_num_threads())
     except (ValueError, OSError):  # it cannot be expressed, or the disk is full: slower is no reason to end
         return network
