@@ -173,7 +173,7 @@ def run_steps(job: Job, run: Run, record: dict[str, Any], share: float | None, *
         for _ in survey("survey", job.unsurveyed()):
             pass
         job.find_repeats()
-        done = [shard for shard in job.shards if job.counts(shard).is_file()]
+        done = [shard for shard in job.shards if job.file(shard, ".json").is_file()]
         bar.update(len(done))
         for _ in run("translate", [shard.number for shard in job.shards if shard not in done]):
             bar.update(1)
@@ -225,7 +225,9 @@ class Job:
         corpus: the text.
         shards: its parts, each of which becomes a file.
         columns: names of source and target in the files.
-        languages, generation, batch_size, format: as of `distill`.
+        prefix: prefix of every source.
+        asked: arguments of `distill`.
+        teacher: the teacher and its tokenizer, in the first process alone.
     """
 
     model: str
@@ -233,12 +235,9 @@ class Job:
     corpus: Corpus
     shards: list[Shard]
     columns: tuple[str, str]
-    languages: tuple[str | None, str | None]
-    generation: dict[str, Any]
-    batch_size: int
-    format: str
-    prefix: str  # of every source
-    teacher: tuple | None = None  # as of `load_translator`, in the first process alone
+    prefix: str
+    asked: dict[str, Any]
+    teacher: tuple | None = None
     engine: tuple | None = None
 
     @classmethod
@@ -260,24 +259,20 @@ class Job:
             skip_bad=skip_bad,
         )
         corpus.target, corpus.prefix = None, ""
-        generation = {"num_beams": asked["num_beams"], "max_new_tokens": asked["max_new_tokens"]}
-        batches = asked["batch_size"], asked["format"], prefix
-        teacher = model, tokenizer
-        return cls(place, output, corpus, corpus.shards(), names, languages, generation, *batches, teacher)
+        return cls(place, output, corpus, corpus.shards(), names, prefix, asked, (model, tokenizer))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"teacher": None, "engine": None}
 
     # Files
 
-    def file(self, shard: Shard, *folders: str) -> Path:
-        return self.output.joinpath(*folders, f"part-{shard.number:05}.{self.format}")
+    def file(self, shard: Shard, end: str = "", folder: str = WORK) -> Path:
+        """A file of a shard: its pairs, or what another ending says.
 
-    def counts(self, shard: Shard) -> Path:
-        return self.output / WORK / f"part-{shard.number:05}.json"
-
-    def hashes(self, shard: Shard) -> Path:
-        return self.output / WORK / f"part-{shard.number:05}.npy"
+        `.npy` are hashes of the sources, `.first` which of them are the first with theirs, `.bad.json` the number of
+        damaged lines, and `.json` the counts, by which the shard is complete.
+        """
+        return self.output / folder / f"part-{shard.number:05}{end or '.' + self.asked['format']}"
 
     # Steps
 
@@ -298,7 +293,7 @@ class Job:
     def load(self) -> tuple[Engine, PreTrainedTokenizerBase]:
         """The teacher of this process and its tokenizer, which are loaded once."""
         if self.engine is None:
-            model, tokenizer, _ = load_teacher(self.model, self.languages)
+            model, tokenizer, _ = load_teacher(self.model, (self.asked["source_lang"], self.asked["target_lang"]))
             threads = torch.get_num_threads()
             self.engine = model if isinstance(model, Engine) else wrap_network(model, threads), tokenizer
         return self.engine
@@ -307,25 +302,25 @@ class Job:
         return (source for source, _ in self.corpus.parse(self.corpus.read_shard(shard)))
 
     def unsurveyed(self) -> list[int]:
-        return [shard.number for shard in self.shards if not self.hashes(shard).is_file()]
+        return [shard.number for shard in self.shards if not self.file(shard, ".bad.json").is_file()]
 
     def survey(self, number: int) -> None:
         """Read a shard to its end, which finds damaged lines, and write a hash of every source."""
         shard, before = self.shards[number], len(self.corpus.bad or ())
         digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in self.sources(shard)]
-        with write_whole(self.hashes(shard)) as file:
+        with write_whole(self.file(shard, ".npy")) as file:
             np.save(file, np.frombuffer(b"".join(digests), np.uint64))
-        write_json({"damaged": len(self.corpus.bad or ()) - before}, self.hashes(shard).with_suffix(".bad.json"))
+        write_json({"damaged": len(self.corpus.bad or ()) - before}, self.file(shard, ".bad.json"))
 
     def find_repeats(self) -> None:
         """Write, for each shard, which of its rows are the first with their source."""
-        hashes = [np.load(self.hashes(shard)) for shard in self.shards]
+        hashes = [np.load(self.file(shard, ".npy")) for shard in self.shards]
         if not sum(map(len, hashes)):
             raise ValueError(f"{self.corpus.name} holds no rows: expected at least one")
         first = np.zeros(sum(map(len, hashes)), bool)
         first[np.unique(np.concatenate(hashes), return_index=True)[1]] = True
         for shard, rows in zip(self.shards, np.split(first, np.cumsum([*map(len, hashes)])[:-1]), strict=True):
-            with write_whole(self.hashes(shard).with_suffix(".first")) as file:
+            with write_whole(self.file(shard, ".first")) as file:
                 np.save(file, rows)
 
     def translate(self, number: int) -> None:
@@ -333,9 +328,9 @@ class Job:
         shard = self.shards[number]
         engine, tokenizer = self.load()
         dropped: Counter[str] = Counter()
-        dropped["damaged"] = read_json(self.hashes(shard).with_suffix(".bad.json"))["damaged"]
-        texts = []
-        for text, is_first in zip(self.sources(shard), np.load(self.hashes(shard).with_suffix(".first")), strict=True):
+        dropped["damaged"] = read_json(self.file(shard, ".bad.json"))["damaged"]
+        texts, is_first_of = [], np.load(self.file(shard, ".first"))
+        for text, is_first in zip(self.sources(shard), is_first_of, strict=True):
             if text.strip() and is_first:
                 texts.append(text)
             else:
@@ -347,19 +342,22 @@ class Job:
             prefixed = [self.prefix + text for text in group]
             if start == number == 0:
                 check_known(tokenizer(prefixed, verbose=False)["input_ids"], tokenizer)
-            found = translate_scored(prefixed, engine, tokenizer, self.batch_size, **self.generation)
+            options = {name: self.asked[name] for name in ("batch_size", "num_beams", "max_new_tokens")}
+            found = translate_scored(prefixed, engine, tokenizer, **options)
             for text, output in zip(group, found, strict=True):
                 reason = find_fault(text, output)
                 if reason:
                     dropped[reason] += 1
                 else:
                     rows.append((text, output[0], round(output[1], 4)))
-        write_rows(rows, self.columns, self.file(shard, WORK), self.format)
-        write_json({"read": read, "dropped": dict(dropped), "scores": [row[2] for row in rows]}, self.counts(shard))
+        write_rows(rows, self.columns, self.file(shard), self.asked["format"])
+        write_json(
+            {"read": read, "dropped": dict(dropped), "scores": [row[2] for row in rows]}, self.file(shard, ".json")
+        )
 
     def publish(self, share: float | None) -> Distillation:
         """Move the shards into the folder, with the best share of all pairs, and return the result."""
-        counts = [read_json(self.counts(shard)) for shard in self.shards]
+        counts = [read_json(self.file(shard, ".json")) for shard in self.shards]
         scores = [np.asarray(one["scores"], np.float32) for one in counts]
         every = np.concatenate(scores)
         kept = np.ones(len(every), bool)
@@ -367,10 +365,10 @@ class Job:
             kept[np.argsort(-every, kind="stable")[int(np.ceil(share * len(every))) :]] = False
         parts = np.split(kept, np.cumsum([*map(len, scores)])[:-1])
         for shard, part in zip(self.shards, parts, strict=True):
-            made, place = self.file(shard, WORK), self.file(shard)
-            if part.any() and not place.is_file():
-                rows = read_rows(made, self.columns, self.format)
-                write_rows([*compress(rows, part)], self.columns, place, self.format)
+            target = self.file(shard, folder="")
+            if part.any() and not target.is_file():
+                rows = read_rows(self.file(shard), self.columns, self.asked["format"])
+                write_rows([*compress(rows, part)], self.columns, target, self.asked["format"])
         dropped = sum((Counter(one["dropped"]) for one in counts), Counter())
         dropped["improbable"] = int((~kept).sum())
         return Distillation(
