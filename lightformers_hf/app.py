@@ -221,9 +221,9 @@ def build(
     pair = [getattr(own, side, None) for side in ("src_lang", "tgt_lang")]
     pair = pair if all(pair) and not (source or target) else [source, target]
     with tempfile.TemporaryDirectory() as folder:
-        places = deploy_alike(teacher, light, Path(folder), *pair)
-        first = Translator.load("teacher", places[0], *pair, columns=True)
-        models = [first, Translator.load("light", places[1], source, target)]
+        paths = deploy_alike(teacher, light, Path(folder), *pair)
+        first = Translator.load("teacher", paths[0], *pair, columns=True)
+        models = [first, Translator.load("light", paths[1], source, target)]
     generation = {"num_beams": num_beams or models[1].engine.search.num_beams}
     generation |= {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
     for model in WARM_UPS * models:  # the first sentences are slower than all others
@@ -233,16 +233,16 @@ def build(
         """Output and figures of the teacher, then also of the light model, anew with every line that is done."""
         text, deadline = check_text(text), time.monotonic() + SECONDS
         shown, speeds = [""] * 4, []
-        for place, model in enumerate(models):
+        for index, model in enumerate(models):
             tokens, seconds = 0, 0.0
             for done in model.translate_lines(text, **generation):
                 if time.monotonic() > deadline:
                     raise gr.Error(f"Stopped after {SECONDS} seconds: give fewer lines.", print_exception=False)
-                shown[2 * place], tokens, seconds = done
+                shown[2 * index], tokens, seconds = done
                 yield shown
             speeds.append(tokens / seconds if tokens else 0)
-            shown[2 * place + 1] = f"{tokens} tokens in {seconds:.3f} s" if tokens else ""
-            if place and all(speeds):
+            shown[2 * index + 1] = f"{tokens} tokens in {seconds:.3f} s" if tokens else ""
+            if index and all(speeds):
                 shown[-1] += f", {speeds[1] / speeds[0]:.1f}x the tokens/s"
             yield shown
 

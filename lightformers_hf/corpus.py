@@ -412,8 +412,8 @@ class Corpus:
         """Leave rows with these sources out of all pools."""
         self.without = self.without | frozenset(sources)
         if self.table is not None:
-            kept = [place for place, text in enumerate(self.table["source"]) if text not in self.without]
-            self.table = {name: [texts[place] for place in kept] for name, texts in self.table.items()}
+            kept = [index for index, text in enumerate(self.table["source"]) if text not in self.without]
+            self.table = {name: [texts[index] for index in kept] for name, texts in self.table.items()}
 
     def pools(self, seed: int, epoch: int, first: int = 0) -> Iterator[tuple[int, Pairs]]:
         """(number, up to `POOL` rows) of all rows of an epoch in a random order, from the pool `first` on.

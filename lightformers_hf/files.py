@@ -75,10 +75,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def as_kind(content: Any, kind: Any, place: str) -> Any:
+def as_kind(content: Any, kind: Any, where: str) -> Any:
     """Convert the content of a JSON file, which anybody may have written, to the type of a hint.
 
-    Objects become data classes, anything else stays. Raises `ValueError`, which names the `place`, for anything of
+    Objects become data classes, anything else stays. Raises `ValueError`, which names `where` it is, for anything of
     another type, and for numbers that nobody measures.
     """
     origin, inner = get_origin(kind), get_args(kind)
@@ -87,24 +87,24 @@ def as_kind(content: Any, kind: Any, place: str) -> Any:
     if origin in (Union, UnionType):
         if content is None and NoneType in inner:
             return None
-        return as_kind(content, next(one for one in inner if one is not NoneType), place)
+        return as_kind(content, next(one for one in inner if one is not NoneType), where)
     if is_dataclass(kind) and isinstance(content, dict):
         hints, make = get_type_hints(kind), cast(type, kind)
         needed = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
         missing = [name for name in needed if name not in content]
         if missing:
-            raise ValueError(f"{missing[0]!r} is missing in {place}")
-        return make(**{n: as_kind(content[n], hint, f"{place}.{n}") for n, hint in hints.items() if n in content})
+            raise ValueError(f"{missing[0]!r} is missing in {where}")
+        return make(**{n: as_kind(content[n], hint, f"{where}.{n}") for n, hint in hints.items() if n in content})
     if origin is list and isinstance(content, list):
-        return [as_kind(value, inner[0], f"{place}[{index}]") for index, value in enumerate(content)]
+        return [as_kind(value, inner[0], f"{where}[{index}]") for index, value in enumerate(content)]
     if origin is dict and isinstance(content, dict):
-        return {key: as_kind(value, inner[1], f"{place}.{key}") for key, value in content.items()}
+        return {key: as_kind(value, inner[1], f"{where}.{key}") for key, value in content.items()}
     kinds = {float: (int, float)}.get(kind, kind) if origin is None and not is_dataclass(kind) else ()
     if not isinstance(content, kinds) or (isinstance(content, bool) and kind is not bool):
         expected = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
-        raise ValueError(f"{place} is {str(content)[:40]!r}, expected {expected}")
+        raise ValueError(f"{where} is {str(content)[:40]!r}, expected {expected}")
     if isinstance(content, int | float) and not abs(content) < LARGEST:
-        raise ValueError(f"{place} is no number that is measured")
+        raise ValueError(f"{where} is no number that is measured")
     return content
 
 
@@ -120,22 +120,22 @@ def json_text(content: dict | list, what: str) -> str:
     try:
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
-        if place := find_not_finite(content):
+        if where := find_not_finite(content):
             raise ValueError(
-                f"{what}: {place} is NaN or infinite, which JSON does not allow: nothing was written; it is an error "
+                f"{what}: {where} is NaN or infinite, which JSON does not allow: nothing was written; it is an error "
                 "of lightformers_hf, or of a model that computes such values"
             ) from None
         raise
 
 
-def find_not_finite(content: object, place: str = "") -> str | None:
+def find_not_finite(content: object, where: str = "") -> str | None:
     """Return the place of the first NaN or infinity in nested lists and dictionaries: `matrices[3].energy`."""
     if isinstance(content, dict):
-        inner = ((value, f"{place}.{key}".lstrip(".")) for key, value in content.items())
+        inner = ((value, f"{where}.{key}".lstrip(".")) for key, value in content.items())
     elif isinstance(content, list | tuple):
-        inner = ((value, f"{place}[{index}]") for index, value in enumerate(content))
+        inner = ((value, f"{where}[{index}]") for index, value in enumerate(content))
     else:
-        return place if isinstance(content, float) and not math.isfinite(content) else None
+        return where if isinstance(content, float) and not math.isfinite(content) else None
     return next(filter(None, (find_not_finite(value, name) for value, name in inner)), None)
 
 
@@ -184,8 +184,8 @@ def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> 
         raise PermissionError(f"{file} cannot be written: nothing can be put into {Path(file).parent}")
     for name in filter(None, inputs):
         is_part = any(fnmatch(resolved.name, pattern) for pattern in MODEL_FILES)
-        for place in _find_places(name):
-            if resolved == place or (is_part and resolved.exists() and resolved.parent == place):
+        for path in _find_paths(name):
+            if resolved == path or (is_part and resolved.exists() and resolved.parent == path):
                 raise ValueError(f"{file} belongs to {name}, which is read: give another file")
 
 
@@ -350,9 +350,9 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
     if target in (here, *here.parents):
         raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
     for name in filter(None, inputs):
-        for place in _find_places(name):
-            if target in (place, *place.parents) or (place in target.parents and place.is_dir()):
-                raise ValueError(f"the output {target} must be apart from {place}, which is read: give another folder")
+        for path in _find_paths(name):
+            if target in (path, *path.parents) or (path in target.parents and path.is_dir()):
+                raise ValueError(f"the output {target} must be apart from {path}, which is read: give another folder")
     if os.path.ismount(target):
         raise ValueError(f"the output {target} is where a disk is mounted, give a folder in it")
     for name in (".git", ".hg", ".svn"):
@@ -363,14 +363,14 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
     return target
 
 
-def _find_places(name: str | os.PathLike) -> Iterator[Path]:
+def _find_paths(name: str | os.PathLike) -> Iterator[Path]:
     """Where an input lies: as it is named, where its links and its files' lead; nothing if it is no path."""
     path = Path(os.path.abspath(os.path.expanduser(name)))
     links = [entry for entry in path.iterdir() if entry.is_symlink()] if os.path.isdir(path) else []
-    for place in (path, *links):
-        if os.path.lexists(place):
-            yield place.parent.resolve() / place.name
-            yield Path(os.path.realpath(place))
+    for found in (path, *links):
+        if os.path.lexists(found):
+            yield found.parent.resolve() / found.name
+            yield Path(os.path.realpath(found))
 
 
 def check_content(target: Path, overwrite: bool) -> None:

@@ -124,8 +124,8 @@ def push_to_hub(call: PushArguments) -> Push:
     name, revision, results = call.name, call.revision, call.results
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
-    with on_disk(call.tokenizer, call.model) as (place,):
-        folder = Path(os.path.expanduser(place))
+    with on_disk(call.tokenizer, call.model) as (path,):
+        folder = Path(os.path.expanduser(path))
         kind, exported = _exported_files(folder, results)
         network, files, measured = (None, exported, []) if exported else _collect(folder, name, results)
         validate_repo_id(name)

@@ -28,19 +28,17 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
     loaded = {number: model for number, model in enumerate(models) if model is not None and is_loaded(model)}
-    places = [
-        None if one is None or number in loaded else os.path.expanduser(one) for number, one in enumerate(models)
-    ]
+    paths = [None if one is None or number in loaded else os.path.expanduser(one) for number, one in enumerate(models)]
     check_tokenizer_of(tokenizer, *models)
     with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():
-            place = Path(folder, str(number), model_name(model).rpartition("/")[2])
-            save_all(model, place)
-            tokenizer.save_pretrained(place)
+            path = Path(folder, str(number), model_name(model).rpartition("/")[2])
+            save_all(model, path)
+            tokenizer.save_pretrained(path)
             if report := getattr(model, "compression_report", None):
-                write_json(report.to_dict(), place / REPORT_FILE)
-            places[number] = str(place)
-        yield places
+                write_json(report.to_dict(), path / REPORT_FILE)
+            paths[number] = str(path)
+        yield paths
 
 
 def check_tokenizer_of(

@@ -362,27 +362,25 @@ def find_files(data: str) -> list[str] | None:
         FileNotFoundError: there is no such file.
         ValueError: a folder without files of data.
     """
-    place = os.path.expanduser(data)
-    if os.path.isdir(place):
-        inside = [
-            str(path) for path in sorted(Path(place).rglob("*")) if path.is_file() and not _is_hidden(path, place)
-        ]
+    path = os.path.expanduser(data)
+    if os.path.isdir(path):
+        inside = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file() and not _is_hidden(file, path)]
         files = [file for file in inside if suffix_of(file) in (*SUFFIXES, ".txt")]
         # Beside others, a .json file describes them.
         files = [file for file in files if suffix_of(file) != ".json"] or files
         if not files:
             raise ValueError(f"{data} is a folder without data: expected files of {', '.join(SUFFIXES)} or .txt in it")
         return files
-    if os.path.exists(place):
-        return [place]
+    if os.path.exists(path):
+        return [path]
     if not is_file_name(data):
         return None
     parts = [part.strip() for part in data.split(",")] if "," in data else []
     if parts and all(parts):
         return [file for part in parts for file in find_files(part) or [part]]
-    if files := sorted(file for file in glob.glob(place, recursive=True) if os.path.isfile(file)):
+    if files := sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)):
         return files
-    pattern = ", and no file matches the pattern" if glob.has_magic(place) else ""
+    pattern = ", and no file matches the pattern" if glob.has_magic(path) else ""
     raise FileNotFoundError(
         f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
     )
@@ -577,21 +575,21 @@ def read_rows(path: Path, suffix: str, bad: Bad = None) -> Iterator[dict[str, An
 
 
 @contextmanager
-def _noted(path: Path, place: str, bad: Bad) -> Iterator[None]:
+def _noted(path: Path, where: str, bad: Bad) -> Iterator[None]:
     """Note an error about a line in `bad`, if there is one."""
     try:
         yield
     except ValueError as error:
         if bad is None:
             raise
-        note_bad(f"{path}, {place}", error, bad)
+        note_bad(f"{path}, {where}", error, bad)
 
 
-def note_bad(place: str, error: ValueError, bad: dict[str, str]) -> None:
+def note_bad(where: str, error: ValueError, bad: dict[str, str]) -> None:
     """Note a damaged line that is skipped, and log the first."""
     if not bad:
-        logger.warning(f"{place} is damaged ({error}): such lines are skipped and counted")
-    bad[place] = str(error)
+        logger.warning(f"{where} is damaged ({error}): such lines are skipped and counted")
+    bad[where] = str(error)
 
 
 def parse_line(line: str, suffix: str, number: int, header: Sequence[str] | None = None) -> dict[str, Any] | None:
@@ -621,40 +619,40 @@ def read_header(path: Path) -> tuple[list[str] | None, int]:
 
 
 def _name_columns(fields: Sequence[str], number: int) -> list[str]:
-    """Names of columns, those without a name by their place."""
-    header = [name or f"column {place}" for place, name in enumerate(fields, 1)]
+    """Names of columns, those without a name by their number."""
+    header = [name or f"column {index}" for index, name in enumerate(fields, 1)]
     if len(set(header)) < len(header):
         raise ValueError(f"line {number} names a column twice: give every column its own name")
     return header
 
 
-def _name_fields(fields: Sequence[str], header: Sequence[str], place: str, quotes: str = "") -> dict[str, str]:
+def _name_fields(fields: Sequence[str], header: Sequence[str], where: str, quotes: str = "") -> dict[str, str]:
     if len(fields) != len(header):
         found = f"{len(fields)} field{'s' * (len(fields) != 1)}, the header names {len(header)}"
-        raise ValueError(f"{place}: {found}; look for a delimiter too many or too few there{quotes}")
+        raise ValueError(f"{where}: {found}; look for a delimiter too many or too few there{quotes}")
     return dict(zip(header, fields, strict=True))
 
 
-def _check_object(row: Any, place: str) -> dict[str, Any]:
+def _check_object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"{place} is {json.dumps(row)[:40]}, expected an object")
+        raise ValueError(f"{where} is {json.dumps(row)[:40]}, expected an object")
     return row
 
 
-def _parse(text: str, place: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         value = json.loads(text)
         if "\\u" in text:  # an escaped half of a character
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{place} is no JSON object: {error.msg.removesuffix(' at')} at character {error.pos + 1}"
+            f"{where} is no JSON object: {error.msg.removesuffix(' at')} at character {error.pos + 1}"
         ) from None
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):x}"
-        raise ValueError(f"{place} holds the lone surrogate {half}: write the whole character, or remove it") from None
+        raise ValueError(f"{where} holds the lone surrogate {half}: write the whole character, or remove it") from None
     except RecursionError:
-        raise ValueError(f"{place} is nested too deep") from None
+        raise ValueError(f"{where} is nested too deep") from None
     return value
 
 
@@ -698,8 +696,8 @@ def decode_line(line: bytes, number: int) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        place = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
+        where = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
         raise ValueError(
-            f"line {number} is not UTF-8 ({place}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was Latin-1), "
+            f"line {number} is not UTF-8 ({where}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was Latin-1), "
             "or mend the line"
         ) from None

@@ -241,33 +241,33 @@ class PieceModel:
 
 def read_fields(data: bytes) -> Iterator[tuple[int, bytes, bytes | int]]:
     """(number, all bytes, value) of every field of a message; a value is an integer, or bytes."""
-    place = 0
-    while place < len(data):
-        start = place
-        key, place = _varint(data, place)
+    offset = 0
+    while offset < len(data):
+        start = offset
+        key, offset = _varint(data, offset)
         number, wire = key >> 3, key & 7
         value: bytes | int
         if wire == 0:
-            value, place = _varint(data, place)
+            value, offset = _varint(data, offset)
         else:
             if wire != 2 and wire not in LENGTHS:
                 raise ValueError(f"byte {start} begins no field")
-            length, place = _varint(data, place) if wire == 2 else (LENGTHS[wire], place)
-            if place + length > len(data):
+            length, offset = _varint(data, offset) if wire == 2 else (LENGTHS[wire], offset)
+            if offset + length > len(data):
                 raise ValueError(f"field {number} at byte {start} goes beyond the end")
-            value, place = data[place : place + length], place + length
-        yield number, data[start:place], value
+            value, offset = data[offset : offset + length], offset + length
+        yield number, data[start:offset], value
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """The number of seven bits a byte that begins at `place`, and the place behind it."""
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """The number of seven bits a byte that begins at `offset`, and the offset behind it."""
     value = shift = 0
     while True:
-        byte = data[place]
+        byte = data[offset]
         value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 128:
-            return value, place
+            return value, offset
 
 
 def _read_piece(data: bytes | int) -> Piece:
@@ -308,13 +308,13 @@ def merges_of(token: str, rank: Callable[[str, str], float | None]) -> set[str]:
     parts = list(token)
     found = set(parts)
     while len(parts) > 1:
-        ranks = [(rank(*pair), place) for place, pair in enumerate(pairwise(parts))]
-        possible = [(value, place) for value, place in ranks if value is not None]
+        ranks = [(rank(*pair), index) for index, pair in enumerate(pairwise(parts))]
+        possible = [(value, index) for value, index in ranks if value is not None]
         if not possible:
             break
-        _, place = min(possible)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        found.add(parts[place])
+        _, index = min(possible)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
+        found.add(parts[index])
     return found
 
 

@@ -219,10 +219,10 @@ def train_model(
         # Not batches of one length by a token budget: sentences of one length are often of one template here, and such
         # batches took more than twice the time to learn from.
         size = {"per_device_train_batch_size": settings.batch_size, "label_smoothing_factor": label_smoothing}
-        places = {"output_dir": scratch, "use_cpu": True, "seed": settings.seed, "report_to": "none"}
+        options = {"output_dir": scratch, "use_cpu": True, "seed": settings.seed, "report_to": "none"}
         rising = {"steps": steps, "warmup_steps": max(1, steps // 12), "eval_steps": 1}
         plan = RecoverySettings(learning_rate, 0.0, 0.0, 0, has_fast_bf16(), **rising)
-        arguments = training_arguments(plan, saves=False, best_by="bleu", **size, **places)
+        arguments = training_arguments(plan, saves=False, best_by="bleu", **size, **options)
         trainer = RecoveryTrainer(
             model,
             arguments,
@@ -274,12 +274,12 @@ def _draw(file: Path, small: Path, results: dict[str, Any]) -> None:
 
 def _draw_shares(axes: Axes, comparison: Mapping[str, Any]) -> None:
     """Bars of size, time and BLEU relative to the first row of the comparison, and each value."""
-    places = {(place["model"], place["form"]): place for place in comparison["deployed"]}
+    deployed = {(model["model"], model["form"]): model for model in comparison["deployed"]}
     rows = {}
     for timing in comparison["timings"]:
-        place, speed = places[timing["model"], timing["form"]], timing["speed"]["tokens_per_second"]
-        measures = {"MB": place["disk_bytes"] / 1e6, "ms a token": 1000 / speed, "BLEU": place["scores"]["bleu"]}
-        rows[f"{place['model']}, {place['form']}"] = measures
+        model, speed = deployed[timing["model"], timing["form"]], timing["speed"]["tokens_per_second"]
+        measures = {"MB": model["disk_bytes"] / 1e6, "ms a token": 1000 / speed, "BLEU": model["scores"]["bleu"]}
+        rows[f"{model['model']}, {model['form']}"] = measures
     full = next(iter(rows.values()))
     for index, (label, measures) in enumerate(rows.items()):
         for group, (measure, value) in enumerate(measures.items()):

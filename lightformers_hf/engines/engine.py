@@ -309,7 +309,7 @@ def translate_texts(
         raise OptionError("batch_size", f" is {batch_size}: expected 1 or more.")
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split
     found = split_texts(texts, tokenizer, limit, prefix=prefix, split=split)
-    jobs = [(number, place, ids) for number, text in enumerate(found) for place, ids in text.ids.items()]
+    jobs = [(number, index, ids) for number, text in enumerate(found) for index, ids in text.ids.items()]
     if isinstance(model, torch.nn.Module):  # engines check their inputs themselves
         check_generation(model, generation)
         if sample_seed is None:
@@ -345,8 +345,8 @@ def translate_texts(
                 sequences = _generate(ids, model, tokenizer, generation, limit, samples=sample_seed is not None)
             unfinished += _count_unfinished(sequences, model, limit)
             decoded = tokenizer.batch_decode(sequences, skip_special_tokens=True)
-            for (number, place, _), output in zip(batch, decoded, strict=True):
-                outputs[number][place] = output
+            for (number, index, _), output in zip(batch, decoded, strict=True):
+                outputs[number][index] = output
                 bar.update(len(outputs[number]) == len(found[number].ids))
     if unfinished:
         logger.warning(

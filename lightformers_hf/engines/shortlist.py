@@ -62,20 +62,20 @@ def learn_lexicon(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[i
     """
     nothing = size = 1 + max((max(ids, default=0) for ids in (*sources, *targets)), default=0)  # the empty word
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    pairs = place = 0
+    pairs = index = 0
     for source, target in zip(sources, targets, strict=True):
         f, e = np.array([*source[:LONGEST], nothing]), np.array(target[:LONGEST], dtype=np.int64)
-        parts.append((np.tile(f, len(e)), np.repeat(e, len(f)), np.repeat(np.arange(place, place + len(e)), len(f))))
-        place, pairs = place + len(e), pairs + len(f) * len(e)
+        parts.append((np.tile(f, len(e)), np.repeat(e, len(f)), np.repeat(np.arange(index, index + len(e)), len(f))))
+        index, pairs = index + len(e), pairs + len(f) * len(e)
         if pairs > MOST:
             break
-    f, e, places = (np.concatenate([part[index] for part in parts]) for index in range(3))
+    f, e, positions = (np.concatenate([part[index] for part in parts]) for index in range(3))
     keys, which = np.unique(f * size + e, return_inverse=True)
     source, target = np.divmod(keys, size)
     probability = np.ones(len(keys))
     for _ in range(ROUNDS):
         weight = probability[which]
-        weight /= np.bincount(places, weight)[places]
+        weight /= np.bincount(positions, weight)[positions]
         expected = np.bincount(which, weight, len(keys))
         probability = expected / np.bincount(source, expected)[source]
     counts = np.bincount(e[f == nothing], minlength=1)
@@ -148,11 +148,11 @@ def choose_shortlist(
 
 
 def narrow_search(search: Search, tokens: np.ndarray) -> Search:
-    """A search among some tokens alone, which it calls by their places in `tokens`."""
-    place: dict = {None: None} | {int(token): number for number, token in enumerate(tokens)}
-    single = {name: place[getattr(search, name)] for name in ("start", "pad", "forced_start", "forced_end")}
-    suppressed = tuple(place[token] for token in search.suppressed if token in place)
-    return replace(search, ends=tuple(place[token] for token in search.ends), suppressed=suppressed, **single)
+    """A search among some tokens alone, which it calls by their indices in `tokens`."""
+    index_of: dict = {None: None} | {int(token): number for number, token in enumerate(tokens)}
+    single = {name: index_of[getattr(search, name)] for name in ("start", "pad", "forced_start", "forced_end")}
+    suppressed = tuple(index_of[token] for token in search.suppressed if token in index_of)
+    return replace(search, ends=tuple(index_of[token] for token in search.ends), suppressed=suppressed, **single)
 
 
 def special_tokens(search: Search, unknown: int | None) -> list[int]:

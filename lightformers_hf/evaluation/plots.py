@@ -100,11 +100,11 @@ def _places(matrices: Sequence[MatrixReport]) -> dict[str, dict[str, defaultdict
     """{stack: {block: {layer, from 1: relative errors}}} of the matrices in layers."""
     found = {stack: {block: defaultdict(list) for block in BLOCKS} for stack in STACKS}
     for matrix in matrices:
-        place = re.match(r"(encoder|decoder)\.layers\.(\d+)\.", matrix.name)
-        if place and matrix.kind != "embedding":
+        match = re.match(r"(encoder|decoder)\.layers\.(\d+)\.", matrix.name)
+        if match and matrix.kind != "embedding":
             attention = "cross-attention" if "encoder_attn" in matrix.name else "self-attention"
             block = "feed-forward" if matrix.kind == "ffn" else attention
-            found[place[1]][block][int(place[2]) + 1].append(matrix.relative_error)
+            found[match[1]][block][int(match[2]) + 1].append(matrix.relative_error)
     return found
 
 
@@ -146,9 +146,9 @@ def trade_off(
             axes.plot(*position, marker, color=color, markersize=8, label="teacher" * is_teacher or None)
             # Away from the nearer edge, so that no name leaves the picture.
             left = x > sum(other for _, other, _ in placed) / len(placed)
-            place: dict[str, Any] = {"xytext": (-8 if left else 8, 0), "ha": "right" if left else "left"}
-            place |= {"va": "center", "textcoords": "offset points", "fontsize": 10}
-            axes.annotate(as_text(one.name), position, **place)
+            look: dict[str, Any] = {"xytext": (-8 if left else 8, 0), "ha": "right" if left else "left"}
+            look |= {"va": "center", "textcoords": "offset points", "fontsize": 10}
+            axes.annotate(as_text(one.name), position, **look)
         axes.margins(x=0.15, y=0.2)
         axes.set(xlabel=label)
     panels[0].set(ylabel=labels([metric])[metric])

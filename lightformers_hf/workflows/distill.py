@@ -241,11 +241,11 @@ class Job:
     engine: tuple | None = None
 
     @classmethod
-    def of(cls, place: str, output: Path, asked: dict[str, Any], *, skip_bad: bool) -> Job:
+    def of(cls, model_path: str, output: Path, asked: dict[str, Any], *, skip_bad: bool) -> Job:
         """Read the teacher and the first rows of the text, and export the teacher if an engine runs it."""
         languages = asked["source_lang"], asked["target_lang"]
-        model, tokenizer, prefix = load_teacher(place, languages)
-        source, target = choose_columns(place, model, tokenizer, *languages)
+        model, tokenizer, prefix = load_teacher(model_path, languages)
+        source, target = choose_columns(model_path, model, tokenizer, *languages)
         column = split_prefix(source)[0]
         names = column, split_language(target)[0] or ""
         if names[0] == names[1]:
@@ -259,7 +259,7 @@ class Job:
             skip_bad=skip_bad,
         )
         corpus.target, corpus.prefix = None, ""
-        return cls(place, output, corpus, corpus.shards(), names, prefix, asked, (model, tokenizer))
+        return cls(model_path, output, corpus, corpus.shards(), names, prefix, asked, (model, tokenizer))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"teacher": None, "engine": None}
@@ -382,14 +382,14 @@ class Job:
         )
 
 
-def load_teacher(place: str, languages: tuple[str | None, str | None]) -> tuple[Any, PreTrainedTokenizerBase, str]:
+def load_teacher(path: str, languages: tuple[str | None, str | None]) -> tuple[Any, PreTrainedTokenizerBase, str]:
     """As `load_translator`, on an accelerator if there is one."""
-    return load_translator(place, device=_device(place), source=languages[0], target=languages[1], columns=True)
+    return load_translator(path, device=_device(path), source=languages[0], target=languages[1], columns=True)
 
 
-def _device(place: str | Path) -> str:
+def _device(path: str | Path) -> str:
     """Where a teacher translates: an accelerator, if there is one; an export on the CPU."""
-    if is_export(place) or not torch.accelerator.is_available():
+    if is_export(path) or not torch.accelerator.is_available():
         return "cpu"
     return str(torch.accelerator.current_accelerator())
 
@@ -407,14 +407,14 @@ def translate_scored(
     """The outputs for texts, in batches of similar length; those of too long texts are empty."""
     ids, limit = tokenizer(list(texts), verbose=False)["input_ids"], longest_input(engine, tokenizer)
     found: list[Scored] = [("", 0.0, False)] * len(ids)
-    fitting = [place for place in range(len(ids)) if len(ids[place]) <= limit]
-    order = sorted(fitting, key=lambda place: -len(ids[place]))
+    fitting = [index for index in range(len(ids)) if len(ids[index]) <= limit]
+    order = sorted(fitting, key=lambda index: -len(ids[index]))
     for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        scored = engine.generate_scored([ids[place] for place in places], **generation)
+        chosen = order[start : start + batch_size]
+        scored = engine.generate_scored([ids[index] for index in chosen], **generation)
         outputs = tokenizer.batch_decode([tokens for tokens, _, _ in scored], skip_special_tokens=True)
-        for place, text, (_, score, is_complete) in zip(places, outputs, scored, strict=True):
-            found[place] = text, score, is_complete
+        for index, text, (_, score, is_complete) in zip(chosen, outputs, scored, strict=True):
+            found[index] = text, score, is_complete
     return found
 
 
@@ -520,9 +520,9 @@ def connect(address: str) -> None:
     """Connect to a Ray cluster, or start one on this machine for `auto`, where none runs."""
     if find_spec("ray") is None:
         raise ValueError("ray needs ray: pip install 'lightformers_hf[ray]'")
-    if place := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address):  # Ray itself tries for minutes
+    if host := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address):  # Ray itself tries for minutes
         try:
-            socket.create_connection((place[1], int(place[2])), timeout=ANSWER).close()
+            socket.create_connection((host[1], int(host[2])), timeout=ANSWER).close()
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"no Ray cluster answers at {address}: start one by `ray start --head`, or give auto ({error})"

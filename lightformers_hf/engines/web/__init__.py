@@ -119,8 +119,8 @@ def find_language(name: str | None) -> str | None:
 
 def _write_model(name: AnyModel, folder: Path, options: dict[str, Any]) -> ExportReport:
     """Export a model with options of `export`, and keep only the files that a browser loads."""
-    with tempfile.TemporaryDirectory() as place:
-        made = Path(place, "made")
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch, "made")
         report = export(name, made, to="onnx", **options)
         if report.tokenizer.missing:
             raise ValueError(f"{name} cannot run in a browser, it has no tokenizer.json: {report.tokenizer.missing}")
@@ -142,9 +142,9 @@ def share_weights(folder: Path, end: str) -> None:
     encoder, decoder = (folder / f"{name}{end}.onnx" for name in ("encoder_model", "decoder_model_merged"))
     content, model = encoder.read_bytes(), onnx.load(decoder)
     for tensor in model.graph.initializer:
-        place = content.find(tensor.raw_data) if len(tensor.raw_data) > SMALLEST_SHARED else -1
-        if place >= 0:
-            fields = {"location": encoder.name, "offset": place, "length": len(tensor.raw_data)}
+        start = content.find(tensor.raw_data) if len(tensor.raw_data) > SMALLEST_SHARED else -1
+        if start >= 0:
+            fields = {"location": encoder.name, "offset": start, "length": len(tensor.raw_data)}
             tensor.ClearField("raw_data")
             tensor.data_location = onnx.TensorProto.EXTERNAL
             for key, value in fields.items():
@@ -160,10 +160,10 @@ def vendor(folder: Path) -> dict[str, str]:
         )
     folder.mkdir()
     versions = {"@huggingface/transformers": TRANSFORMERS_JS}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         for package, files in VENDORED.items():
-            archive = _run_npm(["pack", f"{package}@{versions[package]}"], Path(place))[-1]
-            with tarfile.open(Path(place, archive)) as content:
+            archive = _run_npm(["pack", f"{package}@{versions[package]}"], Path(scratch))[-1]
+            with tarfile.open(Path(scratch, archive)) as content:
                 for file in files:
                     (folder / Path(file).name).write_bytes(content.extractfile(f"package/{file}").read())
                 needed = json.loads(content.extractfile("package/package.json").read()).get("dependencies", {})
