@@ -37,10 +37,11 @@ from .conversion.report import ModelFacts, read_report
 from .deprecated import renamed_arguments, warn_renamed
 from .files import CARD_FILE, EXPORT_FILE, MANIFEST_FILE, PAGE_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .in_memory import on_disk
-from .loading import CheckpointReader, load_pretrained, load_skeleton, stored_tensors
+from .loading import load_pretrained, load_skeleton, stored_tensors
 from .models.configuration_lightformer import FactorizedConfig
 from .options import takes
 from .results import Result
+from .stored import CheckpointReader
 
 if TYPE_CHECKING:
     pass

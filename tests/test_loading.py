@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, BertC
 from lightformers_hf import convert, loading
 from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.loading import (
-    CheckpointReader,
     all_finite,
     assemble,
     load_model,
@@ -34,6 +33,7 @@ from lightformers_hf.loading import (
 )
 from lightformers_hf.models import LightFormerConfig, LightFormerForConditionalGeneration
 from lightformers_hf.recovery import load_distiller, load_trainable
+from lightformers_hf.stored import CheckpointReader
 
 pytestmark = pytest.mark.quick
 
@@ -230,12 +230,6 @@ def test_bytes_are_those_of_the_files_that_load(tiny_marian, tmp_path):
     assert weight_bytes(tmp_path) == sum(shard.stat().st_size for shard in shards)
 
 
-def test_a_folder_without_weights(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian"}))
-    with pytest.raises(FileNotFoundError, match=r"holds no weights: looked for model\.safetensors"):
-        weight_bytes(tmp_path)
-
-
 CONFIG = LightFormerConfig(**sizes(8, ffn=12), vocab_size=20, max_position_embeddings=10, attention_rank=2)
 
 
@@ -352,9 +346,10 @@ def test_safetensors_come_before_bin(tmp_path):
     assert CheckpointReader(tmp_path).keys() == ["from"]
 
 
-def test_folder_without_weights(tmp_path):
+@pytest.mark.parametrize("read_folder", [CheckpointReader, weight_bytes])
+def test_folder_without_weights(tmp_path, read_folder):
     with pytest.raises(FileNotFoundError, match=r"holds no weights: looked for model\.safetensors, "):
-        CheckpointReader(tmp_path)
+        read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["sharded safetensors", "sharded bin"], indirect=True)

@@ -33,7 +33,6 @@ from ..in_memory import AnyModel, check_tokenizer_of, is_loaded, lacks_tokenizer
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
-    CheckpointReader,
     assemble,
     check_finite,
     check_no_export,
@@ -49,7 +48,6 @@ from ..loading import (
     main_dtype,
     no_tokenizer,
     printable_name,
-    raise_unless_damaged,
     resolve_source,
     skeleton,
     stored_tensors,
@@ -57,6 +55,7 @@ from ..loading import (
 )
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..speech import complete_generation
+from ..stored import CheckpointReader, raise_unless_damaged
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, STACKS, Family, find_family
 

@@ -181,7 +181,7 @@ def explain(error: Exception, typed: Mapping[str, str]) -> str:
     if isinstance(error, ValueError | OSError) and not is_of(error, "torch"):
         message = error.spell(typed) if isinstance(error, OptionError) else str(error)
         return " ".join(message.split())  # those of libraries have several lines
-    from ..loading import is_out_of_memory
+    from ..stored import is_out_of_memory
 
     if is_full_disk(error):
         return "the disk is full: free space, then run the same command again"

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from ..registration import lazy_names
 
 if TYPE_CHECKING:
-    from ..loading import CheckpointReader
+    from ..stored import CheckpointReader
     from .forms.svd import decompose
     from .report import copy_report
 
 __all__ = ["CheckpointReader", "copy_report", "decompose"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"CheckpointReader": "..loading", "copy_report": ".report", "decompose": ".forms.svd"}
+    __name__, {"CheckpointReader": "..stored", "copy_report": ".report", "decompose": ".forms.svd"}
 )
