@@ -304,9 +304,9 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
     source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
     target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)["input_ids"]
-    columns = {name: source[name] for name in ("input_ids", "attention_mask")} | {"labels": target}
+    columns = {"input_ids": source["input_ids"], "attention_mask": source["attention_mask"], "labels": target}
     lengths = {"source_length": source["input_ids"], "target_length": target}
-    return columns | {name: [len(ids) for ids in texts] for name, texts in lengths.items()}
+    return columns | {name: list(map(len, texts)) for name, texts in lengths.items()}
 
 
 def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -364,8 +364,9 @@ def find_files(data: str) -> list[str] | None:
     """
     path = os.path.expanduser(data)
     if os.path.isdir(path):
-        inside = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file() and not _is_hidden(file, path)]
-        files = [file for file in inside if suffix_of(file) in (*SUFFIXES, ".txt")]
+        inside = [file.relative_to(path) for file in sorted(Path(path).rglob("*")) if file.is_file()]
+        visible = [file for file in inside if not any(part.startswith((".", "_")) for part in file.parts)]
+        files = [os.path.join(path, file) for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
         # Beside others, a .json file describes them.
         files = [file for file in files if suffix_of(file) != ".json"] or files
         if not files:
@@ -384,10 +385,6 @@ def find_files(data: str) -> list[str] | None:
     raise FileNotFoundError(
         f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
     )
-
-
-def _is_hidden(path: Path, folder: str) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
 
 
 def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> str | None:
