@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich import box
@@ -205,15 +205,10 @@ def compare_engines(
     """
     forms, metrics = _choose_forms(forms, shortlist), check_metrics(metrics)
     numbers = {"cores": cores, "batch_sizes": batch_sizes, "beams": beams, "runs": [runs], "sentences": [sentences]}
-    for name, values in (numbers | {"new_tokens": [new_tokens]}).items():
-        if not values or min(values) < 1:
-            raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
-    if max(cores) > (there := os.cpu_count() or 1):
-        raise ValueError(f"cores is {max(cores)}: this machine has {there}")
+    _check_numbers(numbers | {"new_tokens": [new_tokens]})
     settings = [(size, count) for size in batch_sizes for count in beams]
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
-    pairs: Any = None
-    languages = source, target
+    pairs, languages = cast(Any, None), (source, target)
     if is_speech := reads_sound(resolve_source(teacher)):
         if data is None:
             raise OptionError("data", " is missing: models for speech transcribe it")
@@ -238,15 +233,25 @@ def compare_engines(
         if not is_speech:
             inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
         task = {"settings": settings, "runs": runs, "sentences": sentences, "new_tokens": new_tokens}
-        task["reads_sound"] = is_speech
         for count in cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
-            comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
+            comparison.timings += _measure_speed(
+                deployed, inputs, task | {"cores": count, "reads_sound": is_speech}, bar
+            )
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
             comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
             _measure_quality(comparison, names, pairs, languages if is_speech else (source, target), metrics, bar)
     return comparison
+
+
+def _check_numbers(numbers: dict[str, Sequence[int]]) -> None:
+    """Raise `ValueError` for a number below 1, or more cores than there are."""
+    for name, values in numbers.items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
+    if max(numbers["cores"]) > (there := os.cpu_count() or 1):
+        raise ValueError(f"cores is {max(numbers['cores'])}: this machine has {there}")
 
 
 def _measure_quality(
@@ -258,10 +263,7 @@ def _measure_quality(
     bar: tqdm,
 ) -> None:
     """Fill in the scores of all models and forms, and their differences from the first."""
-    options = {
-        "threads": max(timing.cores for timing in comparison.timings),
-        "num_beams": comparison.quality_beams,
-    }
+    options = {"threads": max(one.cores for one in comparison.timings), "num_beams": comparison.quality_beams}
     if comparison.reads_sound:
         language, teacher = None, names[comparison.models[0]]
         normalize = normalizer_of(load_processor(resolve_source(teacher)), languages[0])
