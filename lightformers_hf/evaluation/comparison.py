@@ -204,8 +204,7 @@ def compare_engines(
         FileNotFoundError: no such checkpoint or data.
     """
     forms, metrics = _choose_forms(forms, shortlist), check_metrics(metrics)
-    numbers = {"cores": cores, "batch_sizes": batch_sizes, "beams": beams, "runs": [runs], "sentences": [sentences]}
-    _check_numbers(numbers | {"new_tokens": [new_tokens]})
+    _check_numbers(cores, batch_sizes, beams, runs=[runs], sentences=[sentences], new_tokens=[new_tokens])
     settings = [(size, count) for size in batch_sizes for count in beams]
     names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
     pairs, languages = cast(Any, None), (source, target)
@@ -214,9 +213,8 @@ def compare_engines(
             raise OptionError("data", " is missing: models for speech transcribe it")
         if shortlist:
             raise OptionError("shortlist", " is for text, but the models transcribe sound: remove it")
-        column = split_language(target)[0]
-        pairs = read_transcribed(data, column=column, max_samples=max_samples)
-        languages, settings = (split_language(source)[0], column), [(1, count) for count in beams]
+        languages, settings = (split_language(source)[0], split_language(target)[0]), [(1, beam) for beam in beams]
+        pairs = read_transcribed(data, column=languages[1], max_samples=max_samples)
         sentences = min(sentences, len(pairs))
     elif data is not None:
         source, target = find_columns(teacher, source, target)
@@ -226,12 +224,11 @@ def compare_engines(
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
         if not is_speech and (pairs is not None or any(languages)):
             names = _tell_languages(names, *languages, Path(work))
-        text = (shortlist, source, target)
-        deployed = [_deploy(label, names[label], form, Path(work), text, bar) for label in names for form in forms]
+        to = (Path(work), (shortlist, source, target), bar)
+        deployed = [_deploy(label, names[label], form, *to) for label in names for form in forms]
         comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data, reads_sound=is_speech)
-        inputs: dict[str, Any] = {label: [data, *languages] for label in names}
-        if not is_speech:
-            inputs = _inputs(names, pairs, max(sentences if 1 in batch_sizes else 1, *batch_sizes))
+        count = max(sentences if 1 in batch_sizes else 1, *batch_sizes)
+        inputs = {label: [data, *languages] for label in names} if is_speech else _inputs(names, pairs, count)
         task = {"settings": settings, "runs": runs, "sentences": sentences, "new_tokens": new_tokens}
         for count in cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
@@ -245,13 +242,15 @@ def compare_engines(
     return comparison
 
 
-def _check_numbers(numbers: dict[str, Sequence[int]]) -> None:
+def _check_numbers(
+    cores: Sequence[int], batch_sizes: Sequence[int], beams: Sequence[int], **others: Sequence[int]
+) -> None:
     """Raise `ValueError` for a number below 1, or more cores than there are."""
-    for name, values in numbers.items():
+    for name, values in {"cores": cores, "batch_sizes": batch_sizes, "beams": beams, **others}.items():
         if not values or min(values) < 1:
             raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
-    if max(numbers["cores"]) > (there := os.cpu_count() or 1):
-        raise ValueError(f"cores is {max(numbers['cores'])}: this machine has {there}")
+    if max(cores) > (there := os.cpu_count() or 1):
+        raise ValueError(f"cores is {max(cores)}: this machine has {there}")
 
 
 def _measure_quality(
