@@ -182,10 +182,8 @@ def compare_engines(
 
     Every sentence gets exactly `new_tokens` tokens, past any end token, so that all do the same work. Each number of
     cores has a process of its own, because engines fix their threads when they load. Sources are those of `data` with
-    references of average length; without data, 25 random tokens.
-
-    Models for speech transcribe sounds of `data`, each to its end: `source` is its language, `target` the column of
-    transcripts.
+    references of average length; without data, 25 random tokens. Models for speech transcribe sounds of `data`, each
+    to its end: `source` is its language, `target` the column of transcripts.
 
     Args:
         teacher, students: folders or Hub names of checkpoints.
