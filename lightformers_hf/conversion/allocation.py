@@ -63,12 +63,12 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     def is_settled(name: str) -> bool:
         return policy.fixes(short_name(name), dense.get_submodule(name).kind)
 
-    def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]]) -> Unit:
+    def find_alternatives(matrices: Sequence[str], wanted: Sequence[type[Form]], is_alone: bool) -> Unit:
         slots: dict[tuple[str, ...], Slot] = {}
         for form in wanted:
             for name, parts in sites[form].items():
                 if set(parts) <= set(matrices):
-                    slots.setdefault(parts, []).append(form(name, dense, sources.get(name)))
+                    slots.setdefault(parts, []).append(form(name, dense, sources.get(name), is_alone))
         return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
 
     units: list[Unit] = []
@@ -87,10 +87,12 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         method = getattr(study, f"{kind}_method", None)
         if method is None and not spends_budget(options, study):
             method = forms[0].method
-        found = find_alternatives(matrices, [form for form in forms if method in (None, form.method)])
+        found = find_alternatives(
+            matrices, [form for form in forms if method in (None, form.method)], method is not None
+        )
         if method is not None:
             unmet[kind] = "" if found else unmet.get(kind, method)
-        units.append(found or find_alternatives(matrices, forms[:1]))
+        units.append(found or find_alternatives(matrices, forms[:1], True))
     for kind, method in unmet.items():
         if method:
             raise ValueError(
@@ -154,7 +156,8 @@ def choose(
     most = LIKELY if originals.dense.num_parameters() > LARGE else torch.inf
     for method in (AUTO, *dict.fromkeys(form.method for form in all_forms())):
         offers = [keep_form(unit, method) for unit in free]
-        slots = [[[{site: costs[site] for site in slot} for slot in slots] for slots in unit] for unit in offers]
+        known = costs if method == AUTO else {site: choices.alone() for site, choices in costs.items()}
+        slots = [[[{site: known[site] for site in slot} for slot in slots] for slots in unit] for unit in offers]
         try:
             settings = allocate(slots, available)
         except ValueError:
@@ -162,8 +165,8 @@ def choose(
                 raise
             continue  # this form alone does not become so small
         cost = sum(costs[site].cost_of(setting) for site, setting in settings.items())
-        known = [each for each, _ in found.values()]
-        if settings not in known and (method == AUTO or cost <= most * found[AUTO][1]):
+        is_likely = method == AUTO or cost <= most * found[AUTO][1]
+        if is_likely and settings not in [each for each, _ in found.values()]:
             found[method] = settings, cost
     return {
         method: Proposal(

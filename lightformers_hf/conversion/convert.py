@@ -30,7 +30,7 @@ from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_u
 from .calibration_speech import draw_pieces, sound_batches
 from .calibration_text import count_tokens, draw_pairs, greedy_outputs, hold_out, sample_text
 from .card import model_card
-from .forms import Form, all_forms
+from .forms import Form, Shaped, all_forms
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, compare, find_refitted, refit, thin_out
 from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
@@ -302,8 +302,8 @@ def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: 
 
 def matrix_sizes(chosen: Sequence[Choice], form: type[Form]) -> dict[str, int]:
     """{matrix: its setting} of those that have a form in the result, by the names in patterns."""
-    own = [one for one in chosen if type(one.site) is form and one.size is not None]
-    return {short_name(name): one.size for one in own for name in one.site.matrices}
+    parts = [part for one in chosen if one.size is not None for part in one.site.parts(one.size)]
+    return {short_name(name): size for own, name, size in parts if own is form}
 
 
 def report_matrices(
@@ -315,10 +315,10 @@ def report_matrices(
         error = round(errors[one.site], DIGITS)
         for name in one.site.matrices:
             (m, n), kept = one.site.shape_of(name), model.get_submodule(name).parameters()
+            size, setting = (None, DENSE) if one.size is None else one.site.describe(name, one.size)
             reports[name] = MatrixReport(
-                name=short_name(name), kind=one.site.kind(name), m=m, n=n, size=one.size,
+                name=short_name(name), kind=one.site.kind(name), m=m, n=n, size=size, setting=setting,
                 form=DENSE if one.size is None else one.site.label,
-                setting=DENSE if one.size is None else one.site.wording.format(one.size),
                 parameters_after=sum(weight.numel() for weight in kept if weight.ndim == 2),
                 energy=round(1 - error**2, DIGITS), relative_error=error,
             )  # fmt: skip
@@ -344,8 +344,9 @@ def fit(
     """
     later = frozenset(find_refitted(student) if refits else ())
     coordinates: dict[str, Tensor] = {}
+    returns: dict[str, Tensor] = {}
 
-    def make(one: Choice) -> tuple[Mapping[str, Tensor], float]:
+    def make(one: Choice) -> tuple[Shaped, float]:
         site, error = one.site, 0.0
         shaped = site.shape(one.setting, originals, one.choices)
         form = Form if one.size is None else type(site)
@@ -360,13 +361,14 @@ def fit(
                 module.to_empty(device="cpu").requires_grad_(False)
                 for parameter in module.parameters():
                     parameter.zero_()
-        return shaped.coordinates, max(error, shaped.error)
+        return replace(shaped, weights={}), max(error, shaped.error)
 
     by_site = {one.site: one for one in chosen}
     errors = {}
     made = work_on_sites("factorizing", lambda site: make(by_site[site]), list(by_site), originals.device)
-    for site, (found, error) in made:
-        coordinates.update(found)
+    for site, (shaped, error) in made:
+        coordinates.update(shaped.coordinates)
+        returns.update(shaped.returns)
         errors[site] = error
     complete(student, originals.other_tensors())
     if measured.whole is None:
@@ -374,7 +376,7 @@ def fit(
     student.to(measured.whole.device)
     if refits:
         teacher = measured.teacher
-        refit(student, measured.whole, teacher.layers, measured.calibration, coordinates, every=every)
+        refit(student, measured.whole, teacher.layers, measured.calibration, coordinates, returns, every=every)
     agreement = compare(student, measured.whole, measured.compared, measured.outputs)
     complete(student.to("cpu"), {})
     return errors, replace(agreement, held_out=measured.held_out)

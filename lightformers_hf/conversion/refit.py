@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..matrices import Weight, bias_of, product_of
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
-from .forms import Form, all_forms, change_outputs
+from .forms import Form, all_forms, change_gradients, change_outputs
 from .moments import GRADIENT_DAMPING, ROOM, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
 from .report import Agreement
@@ -83,6 +83,7 @@ def refit(
     depths: Depths,
     calibration: Calibration,
     coordinates: Mapping[str, Tensor],
+    returns: Mapping[str, Tensor],
     *,
     every: int = 1,
 ) -> None:
@@ -92,7 +93,9 @@ def refit(
     """
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
-    regression = Regression(student, teacher, depths, batches, store, coordinates, CORRECTED, calibration, every)
+    regression = Regression(
+        student, teacher, depths, batches, store, coordinates, returns, CORRECTED, calibration, every
+    )
     regression.run(tuple(depths), "refitting")
     if student.final_logits_bias is not None:
         balance(student, teacher, regression.used, store)
@@ -111,7 +114,7 @@ def bridge(shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, b
     """
     stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
     store = TensorStore(teacher.device)
-    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, share=1)
+    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, {}, share=1)
     regression.run(stacks, "fitting layers")
     if shorter.final_logits_bias is not None:
         balance(shorter, teacher, regression.batches, store)
@@ -134,6 +137,7 @@ class Regression:
     batches: Sequence[Batch]
     store: TensorStore  # gets the states
     coordinates: Mapping[str, Tensor]  # as of `forms.Shaped`
+    returns: Mapping[str, Tensor]
     share: float  # β
     # Of a model that the student was made of: it has the layers as they were, and gradients for the metric. `None`:
     # the student is that model itself, and errors of all outputs have equal weight.
@@ -308,7 +312,9 @@ class Regression:
         """Return the norm of errors of a matrix with such inputs and `width` outputs."""
         if self.calibration is None:
             return Metric(Damped(covariance, SHRINKAGE), Damped.identity(width, covariance))
-        columns = Damped(self.calibration.gradients([name]), GRADIENT_DAMPING)
+        gradients = self.calibration.gradients([name])
+        gradients = change_gradients(gradients, self.coordinates.get(name), self.returns.get(name))
+        columns = Damped(gradients, GRADIENT_DAMPING)
         share = adapt_share(self.calibration.shrinkage, self.used, name)
         return Metric(Damped(covariance, share), columns)
 

@@ -266,7 +266,8 @@ class CompressionReport(Result):
             if form != DENSE:  # the settings, smallest to largest: `rank 3 to 64`
                 smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
                 sizes = f"{smallest.size} to {largest.size}" if smallest.size != largest.size else str(largest.size)
-                text += f" ({largest.setting.replace(str(largest.size), sizes, 1)})"
+                setting, *_ = largest.setting.partition(",")  # neurons, without ranks
+                text += f" ({setting.replace(str(largest.size), sizes, 1)})"
             found += [text] if matrices else []
         return ", ".join(found)
 

@@ -10,10 +10,11 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,19 +24,26 @@ from ..rules import RankPolicy
 from ..sharing import Originals, find_matrices, short_name
 from .svd import Split
 
-# A rank or a width; `None` keeps a site unchanged.
-Setting = int | None
+# A rank or a width; or a width and the rank of each matrix. `None` keeps a site, or a matrix, unchanged.
+Setting: TypeAlias = Any
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
     """The choices for one site."""
 
-    settings: list[int | None]  # a rank or a width each; `None` keeps the site
+    settings: list[Setting]
     costs: Tensor  # cost of each, in one unit for all sites (K) float64
     sizes: Tensor  # parameters of each (K) float64
     whole: float = 0.0  # the cost of matrices of zeros
     details: Any = None  # what the form has computed besides, for `follow` and `shape`
+    mixed: int = 0  # so many, the last ones, have a second form besides
+
+    def alone(self) -> Choices:
+        """Return the choices without the mixed ones."""
+        count = len(self.settings) - self.mixed
+        costs, sizes = self.costs[:count], self.sizes[:count]
+        return Choices(self.settings[:count], costs, sizes, self.whole, self.details)
 
     def best(self, price: float) -> tuple[float, int]:
         """Return the minimum of cost + price · size, and its index."""
@@ -60,11 +68,13 @@ class Shaped:
         weights: module → W and b, dense, or as the factors that the result keeps.
         coordinates: module → its outputs as a function of the teacher's, if they are fewer: for each head n' sums
             (h×n/h×n'/h), or, as whole numbers (n'), these of them.
+        returns: module → of each head, the teacher's outputs, about, as a function of those (h×n'/h×n/h).
         error: their relative error, without that of factors that `Form.fit` still has to find.
     """
 
     weights: dict[str, Weight]
     coordinates: dict[str, Tensor] = field(default_factory=dict)
+    returns: dict[str, Tensor] = field(default_factory=dict)
     error: float = 0.0
 
 
@@ -78,6 +88,20 @@ def change_outputs(outputs: Tensor, coordinates: Tensor | None) -> Tensor:
     return heads.transpose(0, 1).flatten(1)
 
 
+def change_gradients(moment: Tensor, kept: Tensor | None = None, back: Tensor | None = None) -> Tensor:
+    """Return a second moment of gradients (n×n) at fewer outputs: at these that are `kept`, or those of `returns`.
+
+    Of inputs, with `back` the coordinates transposed, it is the second moment of those that are left.
+    """
+    if back is not None:
+        whole = torch.block_diag(*back.to(moment))
+        return whole @ moment @ whole.T
+    if kept is None or kept.is_floating_point():
+        return moment
+    kept = kept.to(moment.device)
+    return moment[kept][:, kept]
+
+
 @dataclass(frozen=True, eq=False)
 class Form(ABC):
     """A site of a model, with its possible settings."""
@@ -85,6 +109,7 @@ class Form(ABC):
     name: str  # name of the site's module, with the head's `model.`
     dense: PreTrainedModel  # skeleton of the model before anything gets smaller
     source: nn.Module | None = None  # the teacher's module of that name; `None` if layers are merged
+    is_alone: bool = False  # whether its matrices have this form alone
     label: ClassVar[str]  # name of the form in reports
     wording: ClassVar[str]  # a setting in reports: `rank {}`
     method: ClassVar[str]  # the value of the option `method` that selects this form alone
@@ -109,6 +134,15 @@ class Form(ABC):
     def matrices(self) -> tuple[str, ...]:
         """The matrices of the site."""
         return type(self).sites(self.dense)[self.name]
+
+    def parts(self, setting: Setting) -> Iterator[tuple[type[Form], str, int]]:
+        """Yield (form, matrix, its rank or width there) for every matrix, and for every form of it."""
+        for name in self.matrices:
+            yield type(self), name, setting
+
+    def describe(self, name: str, setting: Setting) -> tuple[int, str]:
+        """Return the number of a matrix's form, and the setting in words."""
+        return setting, self.wording.format(setting)
 
     @property
     def least(self) -> Setting:

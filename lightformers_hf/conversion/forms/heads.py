@@ -9,7 +9,7 @@ is then that of the products W_Q·W_Kᵀ and W_V·W_O.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from ...matrices import Weight
 from ...models.layers import MultiHeadAttention
-from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
 from ..rules import RankPolicy
 from ..sharing import Originals, short_name
-from . import Choices, Form, Setting, Shaped, find_blocks, register_form, split_widths
-from .svd import Factors, rescale_, tail_energies
+from . import Choices, Setting, Shaped, change_gradients, change_outputs, find_blocks, register_form, split_widths
+from .block import Block
+from .svd import Factors, rescale_, singular_values, tail_energies
 
 PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -60,7 +61,7 @@ def diagonal_blocks(moment: Tensor, heads: int) -> Tensor:
 
 @register_form
 @dataclass(frozen=True, eq=False)
-class NarrowerHeads(Form):
+class NarrowerHeads(Block):
     """An attention block by narrower heads. Its setting is their width, `None` is as it is."""
 
     label, wording, method = "narrower heads", "heads {} wide", "narrow"
@@ -116,35 +117,42 @@ class NarrowerHeads(Form):
         queries = Bottlenecks.of(diagonal_blocks(second, heads), diagonal_blocks(gradients, heads))
         return queries, Bottlenecks.of(diagonal_blocks(contexts, heads), diagonal_blocks(of_contexts, heads)), mean
 
-    def size(self, setting: Setting | Tensor) -> Tensor | float:
-        inner = self.heads * (max(self.widths) if setting is None else setting)
-        shapes = dict(zip(PARTS, map(self.shape_of, self.matrices), strict=True))
-        return inner * sum(n if part == "out_proj" else m for part, (m, n) in shapes.items())
+    def shapes_at(self, width: int) -> list[tuple[int, int]]:
+        *first, last = map(self.shape_of, self.matrices)
+        inner = self.heads * width
+        return [*((m, inner) for m, _ in first), (inner, last[1])]
 
     def choices(self, originals: Originals) -> Choices:
         found = queries, contexts, _ = self._find_bottlenecks(originals)
         whole, *costs = (queries.costs() + contexts.costs()).cpu()
         costs[-1] = torch.zeros_like(whole)  # unchanged
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
-        return Choices([*self.widths[:-1], None], torch.stack(costs), sizes, whole.item(), found)
+        plain = Choices([*self.widths[:-1], None], torch.stack(costs), sizes, whole.item(), found)
+        energies: dict[int, list[Tensor]] = {}
+        for width in self.watched(originals):
+            shaped = self.narrow(width, originals, plain)
+            metrics = self.metrics_at(shaped, originals, plain)
+            energies[width] = [
+                singular_values(weight.product(), name=short_name(name), metric=metrics[name]).square()
+                for name, weight in shaped.weights.items()
+            ]
+        return self.mix(plain, energies)
 
     def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
         return policy.choose_width(short_name(self.name), "attention", self.widths)
 
-    def shape(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> Shaped:
-        if setting is None:
-            return super().shape(setting, originals)
-        choices = choices or self.choices(originals)
+    def narrow(self, width: int, originals: Originals, choices: Choices) -> Shaped:
         queries, contexts, mean = choices.details
         full = queries.into.shape[-1]
         parts = {part: _read(originals, name) for part, name in zip(PARTS, self.matrices, strict=True)}
         rows = {part: torch.cat([matrix, bias[None]]) for part, (matrix, bias) in parts.items()}
         # As long as each other: inside a head, any basis and scale computes the same.
-        into_q, out_of_q = _scaled(queries.at(setting), rows["q_proj"], rows["k_proj"].T)
-        into_v, out_of_v = _scaled(contexts.at(setting), rows["v_proj"], parts["out_proj"][0])
+        into_q, out_of_q = _scaled(queries.at(width), rows["q_proj"], rows["k_proj"].T)
+        into_v, out_of_v = _scaled(contexts.at(width), rows["v_proj"], parts["out_proj"][0])
         # Scores are divided by the root of the width.
-        scale = (setting / full) ** 0.5 if self.dense.config.scale_attention else 1.0
+        scale = (width / full) ** 0.5 if self.dense.config.scale_attention else 1.0
         coordinates = {"q_proj": into_q * scale, "k_proj": out_of_q.mT, "v_proj": into_v}
+        returns = {"q_proj": out_of_q / scale, "k_proj": into_q.mT, "v_proj": out_of_v}
         whole = {part: torch.block_diag(*heads) for part, heads in coordinates.items()}
         spread = torch.block_diag(*out_of_v)
         weights = {}
@@ -157,8 +165,23 @@ class NarrowerHeads(Form):
             own = originals.weight(name)
             new_bias = None if own.bias is None else new_bias.to(own.bias.dtype)
             weights[name] = Weight(new.to(own.left.dtype), None, new_bias)
-        named = {f"{self.name}.{part}": heads.cpu() for part, heads in coordinates.items()}
-        return Shaped(weights, named, choices.relative_error(setting))
+        into, back = (
+            {f"{self.name}.{part}": heads.cpu() for part, heads in maps.items()} for maps in (coordinates, returns)
+        )
+        return Shaped(weights, into, back)
+
+    def metrics_at(self, shaped: Shaped, originals: Originals, choices: Choices) -> dict[str, Metric]:
+        metrics = {}
+        for name in self.matrices:
+            metric = metrics[name] = originals.metric(name, "attention")
+            if name in shaped.returns:
+                columns = Damped(change_gradients(metric.columns.moment, back=shaped.returns[name]), GRADIENT_DAMPING)
+                metrics[name] = replace(metric, columns=columns)
+        value, out = self.matrices[2:]
+        into, metric = shaped.coordinates[value], metrics[out]
+        rows = Damped(change_gradients(metric.rows.moment, back=into.mT), INPUT_DAMPING)
+        mean = None if metric.mean is None else change_outputs(metric.mean[None], into)[0]
+        return metrics | {out: replace(metric, rows=rows, mean=mean)}
 
 
 def _read(originals: Originals, name: str) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -124,14 +126,54 @@ class LowRank(Form):
         if weight.rank == rank:
             weight.put(module)
             return 0.0
-        matrix, bias, metric = weight.product(), weight.bias, find_metric()
-        spectrum = decompose(matrix, name=name, rank=rank, metric=metric)
-        left, right = spectrum.truncate(rank, split)
-        if metric is not None and metric.mean is not None:  # the bias takes the mean error of the factors
-            lost = metric.mean @ matrix.double() - metric.mean @ left.double() @ right.double()
-            bias = (bias.double() + lost).to(bias.dtype)
+        factors, error = truncate(weight, rank, find_metric(), name=name, split=split)
         if module.kind == "embedding":
             # A padding row that is exactly zero stays so. A mask of all elements would be a quarter of the table.
-            left[torch.linalg.vector_norm(matrix, ord=torch.inf, dim=1) == 0] = 0
-        Weight(left, right, bias).put(module)
-        return spectrum.relative_error(rank)
+            factors.left[torch.linalg.vector_norm(weight.product(), ord=torch.inf, dim=1) == 0] = 0
+        factors.put(module)
+        return error
+
+
+def truncate(
+    weight: Weight, rank: int, metric: Metric | None, *, name: str, split: Split = "sigma-right"
+) -> tuple[Weight, float]:
+    """Return the nearest factors of a rank, with a bias that takes the mean of their error, and the relative error."""
+    matrix, bias = weight.product(), weight.bias
+    spectrum = decompose(matrix, name=name, rank=rank, metric=metric)
+    left, right = spectrum.truncate(rank, split)
+    if metric is not None and metric.mean is not None:
+        lost = metric.mean @ matrix.double() - metric.mean @ left.double() @ right.double()
+        bias = (bias.double() + lost).to(bias.dtype)
+    return Weight(left, right, bias), spectrum.relative_error(rank)
+
+
+class Ranks(NamedTuple):
+    """Ranks of several matrices that are truncated together."""
+
+    settings: list[tuple[int | None, ...]]  # a rank for each matrix, `None` where factors would not be smaller
+    costs: Tensor  # float64
+    sizes: Tensor
+
+
+def join_ranks(shapes: Sequence[tuple[int, int]], energies: Sequence[Tensor]) -> Ranks:
+    """Return the ranks of matrices of such shapes (m, n) that lose least together, for every sum of ranks.
+
+    Args:
+        energies: the squared singular values of each matrix, descending.
+    """
+    owners = torch.cat([torch.full((len(values),), index) for index, values in enumerate(energies)])
+    order = torch.cat(list(energies)).argsort(descending=True, stable=True)
+    counts = F.one_hot(owners[order], len(shapes)).cumsum(0)
+    counts = counts[(counts > 0).all(1)]
+    costs, sizes = torch.zeros(2, len(counts), dtype=torch.float64)
+    pays = torch.zeros_like(counts, dtype=torch.bool)
+    for index, ((m, n), values) in enumerate(zip(shapes, energies, strict=True)):
+        ranks = counts[:, index]
+        pays[:, index] = smaller = ranks * (m + n) < m * n
+        costs += torch.where(smaller, tail_energies(values.sqrt())[ranks], 0)
+        sizes += torch.where(smaller, ranks * (m + n), m * n)
+    settings = [
+        tuple(rank if smaller else None for rank, smaller in zip(*row, strict=True))
+        for row in zip(counts.tolist(), pays.tolist(), strict=True)
+    ]
+    return Ranks(settings, costs, sizes)

@@ -1,24 +1,26 @@
 """Fewer neurons: a feed-forward network from which some neurons are removed (docs/explanation/narrowing.md).
 
 Those whose removal costs least go, while the last matrix of those that stay makes up for them by regression (optimal
-brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose the same ones.
+brain surgeon, Hassibi and Stork 1993, for rows). In a gated network both matrices in front lose the same ones. The
+matrices of those that stay may be low-rank besides: the last neurons and the last ranks cost most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...matrices import Weight
-from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, damped_root
+from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
 from ..rules import RankPolicy
 from ..sharing import STACKS, Originals, short_name
-from . import Choices, Form, Setting, Shaped, find_blocks, register_form, split_widths
+from . import Choices, Setting, Shaped, change_gradients, find_blocks, register_form, split_widths
+from .block import Block
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
 PARTS, GATED_PARTS = ("fc1", "fc2"), ("fc_gate", "fc1", "fc2")
@@ -41,15 +43,22 @@ class Elimination:
     order: Tensor  # all f neurons, those that go first in front
     removed: list[int]  # numbers of neurons removed for which the cost is known, ascending from 0
     costs: Tensor  # loss of quality for each number
+    energies: dict[int, Tensor]  # neurons that stay → what each direction of the refitted second matrix is worth
 
     @classmethod
-    def of(cls, moment: Tensor, weight: Tensor, gradient_moment: Tensor) -> Elimination:
-        """Remove neuron after neuron, by C of the activations (f×f), the second matrix (f×n) and G behind it (n×n)."""
+    def of(cls, moment: Tensor, weight: Tensor, gradient_moment: Tensor, watched: Collection[int] = ()) -> Elimination:
+        """Remove neuron after neuron, by C of the activations (f×f), the second matrix (f×n) and G behind it (n×n).
+
+        Args:
+            watched: numbers of neurons for which `energies` are computed, some of `find_widths`.
+        """
         size = len(moment)
         root = damped_root(gradient_moment.double(), GRADIENT_DAMPING)
         rows = weight.double() @ root
         # Symmetric, in LAPACK's column order: after transposition, rows are contiguous.
         inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING)).mT
+        explained = rows.T @ moment.double() @ rows if watched else rows.new_zeros(0)
+        energies: dict[int, Tensor] = {}
         widths = find_widths(size)
         ids = torch.arange(size, device=moment.device)
         order, costs = [], [0.0]
@@ -67,6 +76,10 @@ class Elimination:
                 solved = torch.linalg.solve_triangular(root, torch.cat([own[goes], across], 1), upper=False)
                 shares, columns = solved.tensor_split([own.shape[1]], 1)
                 costs.append(costs[-1] + shares.square().sum().item())
+                if watched:
+                    explained.addmm_(shares.T, shares, alpha=-1)
+                if width in watched:
+                    energies[width] = torch.linalg.eigvalsh(explained).flip(0).clamp(min=0)[:width]
                 own.addmm_(columns.T, shares, alpha=-1)
                 diagonal -= columns.square().sum(0)
                 change = torch.cat([change, columns])
@@ -82,7 +95,7 @@ class Elimination:
                 )
             ids = ids[places]
         removed = [size - width for width in widths]
-        return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64))
+        return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64), energies)
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix refitted to them (width×n)."""
@@ -93,9 +106,24 @@ class Elimination:
         return kept, weight[kept] + torch.cholesky_solve(rows[:, gone] @ weight[gone], root)
 
 
+def nested_energies(weight: Weight, metric: Metric, order: Tensor, widths: Collection[int]) -> dict[int, Tensor]:
+    """{n: squared singular values, in the metric, of the columns of a matrix for the first n neurons of an order}."""
+    matrix, gradients = weight.product(torch.float64)[:, order], metric.columns.moment[order][:, order].double()
+    gradients.diagonal().add_(metric.columns.damping * gradients.diagonal().mean())
+    found, start = {}, 0
+    inner = matrix.new_zeros(len(matrix), len(matrix))
+    for end in sorted(widths):
+        new, before = matrix[:, start:end], matrix[:, :start]
+        cross = before @ gradients[:start, start:end] @ new.T
+        inner += new @ gradients[start:end, start:end] @ new.T + cross + cross.T
+        energies = torch.linalg.eigvalsh(metric.left.T @ inner @ metric.left)
+        found[end], start = energies.flip(0).clamp(min=0)[:end], end
+    return found
+
+
 @register_form
 @dataclass(frozen=True, eq=False)
-class FewerNeurons(Form):
+class FewerNeurons(Block):
     """A feed-forward network by fewer neurons. Its setting is their number, `None` is as it is."""
 
     label, wording, method = "fewer neurons", "{} neurons", "narrow"
@@ -149,32 +177,44 @@ class FewerNeurons(Form):
         """All numbers of neurons that the elimination stops at."""
         return find_widths(self.shape_of(self.matrices[-1])[0])
 
-    def size(self, setting: Setting | Tensor) -> Tensor | float:
-        *first, last = self.matrices
-        size, n = self.shape_of(last)
-        return (sum(self.shape_of(name)[0] for name in first) + n) * (size if setting is None else setting)
+    def shapes_at(self, width: int) -> list[tuple[int, int]]:
+        *first, last = map(self.shape_of, self.matrices)
+        return [*((m, width) for m, _ in first), (width, last[1])]
 
     def choices(self, originals: Originals) -> Choices:
-        last = self.matrices[-1]
+        *first, last = self.matrices
         second = originals.weight(last).product()
         known = originals.calibration is not None
         gradients = originals.gradients(last) if known else torch.eye(second.shape[1]).to(second)
-        elimination = Elimination.of(self._moments(originals)[0], second, gradients)
+        watched = self.watched(originals)
+        elimination = Elimination.of(self._moments(originals)[0], second, gradients, watched)
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         costs = elimination.costs
-        return Choices([None, *self.widths[1:]], costs, sizes, costs[-1].item(), elimination)
+        plain = Choices([None, *self.widths[1:]], costs, sizes, costs[-1].item(), elimination)
+        if not watched:
+            return plain
+        order = elimination.order.flip(0)
+        found = [
+            nested_energies(originals.weight(name), self._metric(originals, name), order, watched) for name in first
+        ]
+        found.append(elimination.energies)
+        return self.mix(plain, {width: [own[width] for own in found] for width in watched})
+
+    def _metric(self, originals: Originals, name: str) -> Metric:
+        """The norm of a matrix of all neurons."""
+        metric = originals.metric(name, self.kind(name))
+        assert metric is not None, "there is calibration"
+        return metric
 
     def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
         return policy.choose_width(short_name(self.name), "ffn", self.widths)
 
-    def shape(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> Shaped:
-        if setting is None:
-            return super().shape(setting, originals)
-        choices, (moment, mean) = choices or self.choices(originals), self._moments(originals)
+    def narrow(self, width: int, originals: Originals, choices: Choices) -> Shaped:
+        moment, mean = self._moments(originals)
         *first, last = self.matrices
         weight = originals.weight(last)
         matrix, bias = weight.product(), weight.bias
-        kept, new = choices.details.at(setting, matrix, moment)
+        kept, new = choices.details.at(width, matrix, moment)
         if bias is not None:
             bias = (bias.double() + mean @ matrix.double() - mean[kept] @ new).to(bias.dtype)
         weights = {}
@@ -183,4 +223,16 @@ class FewerNeurons(Form):
             own_bias = None if own.bias is None else own.bias[kept]
             weights[name] = Weight(own.product()[:, kept], None, own_bias)
         weights[last] = Weight(new.to(matrix.dtype), None, bias)
-        return Shaped(weights, dict.fromkeys(first, kept.cpu()), choices.relative_error(setting))
+        return Shaped(weights, dict.fromkeys(first, kept.cpu()))
+
+    def metrics_at(self, shaped: Shaped, originals: Originals, choices: Choices) -> dict[str, Metric]:
+        *first, last = self.matrices
+        metrics, kept = {}, shaped.coordinates[first[0]]
+        for name in first:
+            metric = self._metric(originals, name)
+            columns = Damped(change_gradients(metric.columns.moment, kept), metric.columns.damping)
+            metrics[name] = replace(metric, columns=columns)
+        metric = self._metric(originals, last)
+        mean = None if metric.mean is None else metric.mean[kept]
+        rows = Damped(change_gradients(metric.rows.moment, kept), metric.rows.damping)
+        return metrics | {last: replace(metric, rows=rows, mean=mean)}
