@@ -165,7 +165,7 @@ def join_ranks(shapes: Sequence[tuple[int, int]], energies: Sequence[Tensor]) ->
     order = torch.cat(list(energies)).argsort(descending=True, stable=True)
     counts = F.one_hot(owners[order], len(shapes)).cumsum(0)
     counts = counts[(counts > 0).all(1)]
-    costs, sizes = torch.zeros(2, len(counts), dtype=torch.float64)
+    costs, sizes = (torch.zeros(len(counts), dtype=torch.float64) for _ in range(2))
     pays = torch.zeros_like(counts, dtype=torch.bool)
     for index, ((m, n), values) in enumerate(zip(shapes, energies, strict=True)):
         ranks = counts[:, index]

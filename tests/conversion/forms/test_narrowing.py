@@ -1,5 +1,6 @@
 """Narrower heads and networks: optimal by an independent computation, and exact where nothing is lost."""
 
+import itertools
 import json
 
 import pytest
@@ -13,7 +14,10 @@ from lightformers_hf import StudyOptions, convert
 from lightformers_hf.conversion import sensitivity
 from lightformers_hf.conversion.forms import change_outputs
 from lightformers_hf.conversion.forms.heads import Bottlenecks
-from lightformers_hf.conversion.forms.neurons import Elimination
+from lightformers_hf.conversion.forms.low_rank import join_ranks
+from lightformers_hf.conversion.forms.neurons import Elimination, nested_energies
+from lightformers_hf.conversion.moments import Damped, Metric
+from lightformers_hf.matrices import Weight
 
 
 def moment(generator: torch.Generator, size: int) -> torch.Tensor:
@@ -82,6 +86,52 @@ def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, s
     assert elimination.costs[1].item() == pytest.approx(min(each), rel=2e-2, abs=1e-3)
 
 
+@settings(max_examples=25)
+@given(st.integers(3, 12), st.integers(2, 6), st.integers(0, 10_000))
+def test_what_directions_of_fewer_neurons_are_worth(size, width, seed):
+    """Of both matrices, as the singular values of the smaller ones in their metrics, computed one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, before, inner, after = (moment(generator, one) for one in (width, size, size, width))
+    first = torch.randn(width, size, generator=generator, dtype=torch.float64)
+    last = torch.randn(size, width, generator=generator, dtype=torch.float64)
+    metric = Metric(Damped(inputs, 1e-6), Damped(before, 1e-2))
+    elimination = Elimination.of(inner, last, after, range(1, size))
+    nested = nested_energies(Weight(first), metric, elimination.order.flip(0), range(1, size))
+
+    def values(left, matrix, right):
+        return torch.linalg.svdvals(torch.linalg.cholesky(left).T @ matrix @ torch.linalg.cholesky(right)).square()
+
+    damped = [one + 0.01 * one.diagonal().mean() * torch.eye(len(one)) for one in (before, after)]
+    for number in range(1, size):
+        kept, new = elimination.at(number, last, inner)
+        expected = values(inputs, first[:, kept], damped[0][kept][:, kept])
+        torch.testing.assert_close(nested[number], expected, rtol=1e-3, atol=1e-3)
+        expected = values(inner[kept][:, kept], new, damped[1])
+        torch.testing.assert_close(elimination.energies[number], expected, rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(2, 6), st.integers(2, 6)), min_size=2, max_size=3), st.integers(0, 10_000))
+def test_no_other_ranks_with_that_sum_cost_less(shapes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    energies = [
+        torch.rand(min(shape), generator=generator, dtype=torch.float64).sort(descending=True).values
+        for shape in shapes
+    ]
+    sizes = {}
+    for ranks in itertools.product(*(range(1, min(shape) + 1) for shape in shapes)):
+        cost = size = 0.0
+        for rank, (m, n), values in zip(ranks, shapes, energies, strict=True):
+            smaller = rank * (m + n) < m * n
+            cost, size = cost + smaller * values[rank:].sum().item(), size + min(rank * (m + n), m * n)
+        lost = sum(values[rank:].sum().item() for rank, values in zip(ranks, energies, strict=True))
+        sizes.setdefault(sum(ranks), []).append((lost, cost, size))
+    found = join_ranks(shapes, energies)
+    expected = [min(sizes[total]) for total in sorted(sizes)][-len(found.settings) :]
+    assert found.costs.tolist() == pytest.approx([cost for _, cost, _ in expected])
+    assert found.sizes.tolist() == [size for *_, size in expected]
+
+
 @pytest.fixture(scope="module")
 def narrow_inside(tmp_path_factory):
     """A Marian whose heads, eight wide, use four dimensions of their products, and with dead and twin neurons."""
@@ -133,3 +183,26 @@ def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_insid
     assert report.parameters_after == light.num_parameters()
     saved = json.loads((tmp_path / "light" / "compression.json").read_text())
     assert {entry["setting"] for entry in saved["matrices"]} == {"dense", "heads 4 wide", "8 neurons"}
+
+
+def test_fewer_neurons_of_low_rank_where_neither_is_enough(narrow_inside, tmp_path, monkeypatch):
+    folder, _ = narrow_inside
+    monkeypatch.setattr(sensitivity, "SELF_GENERATED_SHRINKAGE", 0.0)
+    teacher = MarianMTModel.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in (*teacher.model.encoder.layers, *teacher.model.decoder.layers):
+            layer.fc1.weight[8:] = torch.randn(8, 2) @ torch.randn(2, 16)
+            layer.fc1.weight[4:8] = 2 * layer.fc1.weight[8:12]
+    teacher.save_pretrained(tmp_path / "teacher")
+    asked = {"ratio": 2.8, "pattern": {"embedding": "dense", "attention": "dense"}}
+    for method in ("auto", "low-rank", "narrow"):
+        study = StudyOptions(refit=False)
+        convert(tmp_path / "teacher", tmp_path / method, method=method, **asked, study=study, progress=False)
+    light, *others = (
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / method).eval() for method in ("auto", "low-rank", "narrow")
+    )
+    saved = json.loads((tmp_path / "auto" / "compression.json").read_text())
+    assert "8 neurons, rank 2" in {entry["setting"] for entry in saved["matrices"]}
+    assert light.config.encoder_ffn_dim == 8
+    errors = [(logits(model) - logits(teacher)).norm() for model in (light, *others)]
+    assert errors[0] < 0.05 * min(errors[1:])
