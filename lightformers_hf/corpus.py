@@ -273,7 +273,7 @@ class Corpus:
         self.rows, self.without = 0, frozenset[str]()
         self.table: Pairs | None = None
         self._last: tuple[tuple, Pairs] | None = None  # (seed, epoch, number, without), and the pool
-        self._begins = np.concatenate([[0], np.cumsum([one.blocks for one in self.sources])]).astype(int)
+        self._begins = np.concatenate([[0], np.cumsum([source.blocks for source in self.sources])]).astype(int)
 
     @property
     def blocks(self) -> int:
@@ -446,11 +446,11 @@ def take_turns(iterators: Iterator[Iterator]) -> Iterator:
     """The items of iterators, `TURN` of one after the other's, of `WAYS` at once."""
     active = deque(islice(iterators, WAYS))
     while active:
-        one = active.popleft()
-        part = list(islice(one, TURN))
+        rows = active.popleft()
+        part = list(islice(rows, TURN))
         yield from part
         if len(part) == TURN:
-            active.append(one)
+            active.append(rows)
         else:
             active.extend(islice(iterators, 1))
 

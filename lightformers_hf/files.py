@@ -87,7 +87,7 @@ def as_kind(content: Any, kind: Any, where: str) -> Any:
     if origin in (Union, UnionType):
         if content is None and NoneType in inner:
             return None
-        return as_kind(content, next(one for one in inner if one is not NoneType), where)
+        return as_kind(content, next(hint for hint in inner if hint is not NoneType), where)
     if is_dataclass(kind) and isinstance(content, dict):
         hints, make = get_type_hints(kind), cast(type, kind)
         needed = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]

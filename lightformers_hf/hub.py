@@ -171,7 +171,8 @@ def push_folder(folder: Path, name: str, *, private: bool, results: Sequence[str
         # The same command would find the folder.
         reason = str(error).partition(AGAIN)[0].removesuffix(" and ").rstrip(": ")
         # Errors of other classes may not be made of a text, such as those of httpx.
-        kind = next(one for one in (PermissionError, ConnectionError, OSError, ValueError) if isinstance(error, one))
+        kinds = (PermissionError, ConnectionError, OSError, ValueError)
+        kind = next(kind for kind in kinds if isinstance(error, kind))
         raise kind(f"{reason}. {folder} is complete: repeat the push with `{command}`") from error
 
 
@@ -229,7 +230,7 @@ def _deletions(there: ModelInfo, adds: list[CommitOperationAdd]) -> list[CommitO
     code = {file.name for file in Path(models.__file__).parent.glob("*.py")}
     patterns = (*MODEL_FILES, *TOKENIZER_FILES, *VOCABULARY_FILES, REPORT_FILE, *code)
     stale = {file.rfilename for file in there.siblings or ()} - {operation.path_in_repo for operation in adds}
-    ours = (path for path in sorted(stale) if "/" not in path and any(fnmatch(path, one) for one in patterns))
+    ours = (path for path in sorted(stale) if "/" not in path and any(fnmatch(path, pattern) for pattern in patterns))
     return [CommitOperationDelete(path) for path in ours]
 
 

@@ -28,7 +28,9 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None)
     Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
     loaded = {number: model for number, model in enumerate(models) if model is not None and is_loaded(model)}
-    paths = [None if one is None or number in loaded else os.path.expanduser(one) for number, one in enumerate(models)]
+    paths = [
+        None if model is None or number in loaded else os.path.expanduser(model) for number, model in enumerate(models)
+    ]
     check_tokenizer_of(tokenizer, *models)
     with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in loaded.items():

@@ -226,7 +226,7 @@ def set_language_codes(
         if code is None:
             raise OptionError(name, " is missing: the codes of a multilingual tokenizer's languages go together")
         if code not in known:
-            near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]][:5]
+            near = difflib.get_close_matches(code, known) or [other for other in known if other[:2] == code[:2]][:5]
             raise OptionError(
                 name,
                 f" is {code!r}, which {tokenizer.name_or_path} does not support; there is "

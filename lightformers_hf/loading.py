@@ -138,7 +138,7 @@ def check_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
     dtype, code = config.dtype, getattr(config, "auto_map", None)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype in config.json of {name} is {dtype!r}: expected float32 or the like")
-    if not isinstance(code, dict | None) or not all(isinstance(one, str | list) for one in (code or {}).values()):
+    if not isinstance(code, dict | None) or not all(isinstance(value, str | list) for value in (code or {}).values()):
         raise ValueError(f"auto_map in config.json of {name} is {code!r}: expected classes and their names")
     for field, share in vars(config).items():
         if "dropout" in field and isinstance(share, int | float) and not 0 <= share <= 1:
@@ -151,7 +151,7 @@ def find_architecture(config: PreTrainedConfig, name: str | os.PathLike) -> str 
     names = config.architectures
     if names is None:
         return None
-    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, list) or not names or not all(isinstance(value, str) for value in names):
         raise ValueError(f"architectures in config.json of {name} is {names!r}: expected a list of names")
     return names[0]
 

@@ -459,8 +459,8 @@ def check_texts(texts: Iterable[str]) -> list[str]:
 def check_generation(model: PreTrainedModel, generation: Mapping[str, Any]) -> None:
     """Raise `ValueError` if arguments exceed a network's positions or tokens, or make several outputs of a text."""
     own = model.generation_config
-    for name, one in ONE_OUTPUT.items():
-        if (generation.get(name) or one) != one:
+    for name, only in ONE_OUTPUT.items():
+        if (generation.get(name) or only) != only:
             raise ValueError(f"{name} is {generation[name]}, but a text has one output: call generate() of the model")
     length = generation.get("max_new_tokens") or own.max_new_tokens or own.max_length or 0
     is_own = generation.get("max_new_tokens") is None  # a limit that may never be reached
@@ -497,6 +497,7 @@ def _generate(
     generation = search_options(model.generation_config) | {"do_sample": samples} | generation
     if generation.get("max_new_tokens") is not None:  # the checkpoint's own limit would only cause a warning
         generation = {"max_length": None} | generation
-    pad = next((one for one in (tokenizer.pad_token_id, model.generation_config.pad_token_id) if one is not None), 0)
+    pads = (tokenizer.pad_token_id, model.generation_config.pad_token_id)
+    pad = next((token for token in pads if token is not None), 0)
     padded = pad_right(batch, pad, model.device)
     return generate_tokens(model, **padded, **ONE_OUTPUT | generation)

@@ -142,9 +142,9 @@ def choose_shortlist(
 ) -> Shortlist:
     """The smallest shortlist that holds enough of a model's outputs, or the one that holds most of them."""
     tried = [Shortlist.of(lexicon, vocabulary, special, always, each) for always in ALWAYS for each in EACH]
-    found = [(*one.coverage(sources, outputs), one) for one in tried]
-    enough = [one for one in found if one[0] >= ENOUGH]
-    return min(enough, key=lambda one: one[1])[2] if enough else max(found, key=lambda one: (one[0], -one[1]))[2]
+    found = [(*candidate.coverage(sources, outputs), candidate) for candidate in tried]
+    enough = [row for row in found if row[0] >= ENOUGH]
+    return min(enough, key=lambda row: row[1])[2] if enough else max(found, key=lambda row: (row[0], -row[1]))[2]
 
 
 def narrow_search(search: Search, tokens: np.ndarray) -> Search:
@@ -249,7 +249,7 @@ def add_shortlist(
     scores: list[float | None] = [None, None]
     if references is not None:
         texts = [source.tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (found, outputs)]
-        scores = [CHRF().corpus_score(one, [references[-len(checked) :]]).score for one in texts]
+        scores = [CHRF().corpus_score(outputs, [references[-len(checked) :]]).score for outputs in texts]
     return ShortlistReport(
         text=printable_name(text),
         pairs=len(made_from),
@@ -299,7 +299,7 @@ def read_pairs(
             pairs = load_parallel(text, source=first, target=second)
             sources, references = list(pairs["source"]), list(pairs["target"])
         else:
-            sources = [str(one or "") for one in rows[there[first]]]
+            sources = [str(text or "") for text in rows[there[first]]]
     others = references or sources
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:

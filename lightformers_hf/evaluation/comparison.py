@@ -260,7 +260,7 @@ def _measure_quality(
     bar: tqdm,
 ) -> None:
     """Fill in the scores of all models and forms, and their differences from the first."""
-    options = {"threads": max(one.cores for one in comparison.timings), "num_beams": comparison.quality_beams}
+    options = {"threads": max(timing.cores for timing in comparison.timings), "num_beams": comparison.quality_beams}
     if comparison.reads_sound:
         language, teacher = None, names[comparison.models[0]]
         normalize = normalizer_of(load_processor(resolve_source(teacher)), languages[0])
@@ -440,7 +440,7 @@ def _measure() -> None:
     for size, count in task["settings"]:
         actions = {}
         for number, (work, inputs) in enumerate(loaded):
-            batches = [[one] for one in inputs[: task["sentences"]]] if size == 1 else [inputs[:size]]
+            batches = [[item] for item in inputs[: task["sentences"]]] if size == 1 else [inputs[:size]]
             work(batches[0], count)
             actions[str(number)] = partial(run, work, batches, count)
         found += [[size, count, number, timed] for number, timed in take_turns(actions, runs=task["runs"]).items()]

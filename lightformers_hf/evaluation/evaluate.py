@@ -101,8 +101,8 @@ class Evaluation(Result):
     def to_dict(self) -> dict:
         """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
         content = asdict(self)
-        for one in filter(None, (content["model"], content["teacher"])):
-            one["name"] = printable_name(one["name"])
+        for side in filter(None, (content["model"], content["teacher"])):
+            side["name"] = printable_name(side["name"])
         return content | {"data": printable_name(self.data), "labels": self.labels}
 
     def table(self) -> Table:
@@ -119,7 +119,7 @@ class Evaluation(Result):
             table.add_column("compared", justify="right")
 
         def row(label: str, field: str, form: str, unit: float = 1, compared: str = "") -> None:
-            values = [getattr(one, field) for one in (self.model, self.teacher) if one]
+            values = [getattr(side, field) for side in (self.model, self.teacher) if side]
             if values[0] is not None:
                 cells = [form.format(value if unit == 1 else value / unit) for value in values]
                 compared = compared or f"{values[-1] / values[0]:.2f}x smaller"
@@ -135,7 +135,7 @@ class Evaluation(Result):
         row("weights on disk", "disk_bytes", "{:,.1f} MB", 1e6)
         row("peak memory", "memory_bytes", "{:,.1f} MB", 1e6)
         row("  beyond libraries", "own_memory_bytes", "{:,.1f} MB", 1e6)
-        speeds = [one.real_time_factor for one in (self.model, self.teacher) if one]
+        speeds = [side.real_time_factor for side in (self.model, self.teacher) if side]
         if all(speeds):
             row("real-time factor", "real_time_factor", "{:.3f}", compared=f"{speeds[-1] / speeds[0]:.2f}x as fast")
         row("tokens/s, one core", "tokens_per_second", "{:,.1f}", compared=f"{self.speed_ratio or 0:.2f}x as fast")
@@ -288,12 +288,12 @@ def _measure_speed(
     for network, _ in loaded.values():
         network.to("cpu")
     speeds = tokens_per_second(loaded, sentences, runs=runs, progress=progress, **generation)
-    for role, one in measured.items():
+    for role, found in measured.items():
         first = first_token_of(loaded[role][0])
-        one.memory_bytes, one.libraries_bytes = translation_memory(
+        found.memory_bytes, found.libraries_bytes = translation_memory(
             folders[role], sentences[:MEMORY_SENTENCES], **first | generation
         )
-        one.tokens_per_second, one.tokens = speeds[role].tokens_per_second, speeds[role].tokens
+        found.tokens_per_second, found.tokens = speeds[role].tokens_per_second, speeds[role].tokens
     return speed_ratio(speeds["model"], speeds["teacher"]) if "teacher" in speeds else None
 
 

@@ -75,12 +75,12 @@ def report_page(
     metrics, folder = check_metrics(metrics), resolve_source(model)
     report = read_report(folder / REPORT_FILE)
     measured = [_read_result(Path(file)) for file in results]
-    pictures = _pictures(folder, report, [one for one in measured if isinstance(one, Evaluation)], metrics)
+    pictures = _pictures(folder, report, [result for result in measured if isinstance(result, Evaluation)], metrics)
     sheets = [  # a table for every setting that a benchmark of engines measured in
-        {"title": f"Deployed: {setting}", "caption": " ".join(one.notes()), "rows": rows}
-        for one in measured
-        if isinstance(one, EngineComparison)
-        for setting, rows in one.rows().items()
+        {"title": f"Deployed: {setting}", "caption": " ".join(result.notes()), "rows": rows}
+        for result in measured
+        if isinstance(result, EngineComparison)
+        for setting, rows in result.rows().items()
     ]
     columns = {"source": source, "target": target, "split": split}
     settings: dict[str, Any] = {"count": samples, "progress": progress} | generation
@@ -96,7 +96,7 @@ def report_page(
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
     return environment.get_template("page.html").render(
         title=printable_name(model),
-        colors={name: (one["figure.facecolor"], one["text.color"]) for name, one in styles.items()},
+        colors={name: (settings["figure.facecolor"], settings["text.color"]) for name, settings in styles.items()},
         plan=report,
         kinds=KINDS,
         options=json.dumps(report and report.options, indent=1),
@@ -146,8 +146,8 @@ def _read_result(file: Path) -> Evaluation | EngineComparison:
         if isinstance(content, dict) and "timings" in content:
             return EngineComparison.read(content)
         result = as_kind(content, Evaluation, "it")
-        for one in filter(None, (result.model, result.teacher)):
-            one.name = Path(one.name).name
+        for side in filter(None, (result.model, result.teacher)):
+            side.name = Path(side.name).name
         return result
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: `lightformers evaluate … --json {file}` writes it") from None
@@ -183,19 +183,19 @@ def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> dict[s
     relative = all(result.speed_ratio for result in results)
     points: dict[tuple[str, int, int], tuple[Measurements, float | None, bool]] = {}
     for number, result in enumerate(results, start=1):
-        for one, ratio in ((result.teacher, 1.0), (result.model, result.speed_ratio)):
-            if one:
+        for point, ratio in ((result.teacher, 1.0), (result.model, result.speed_ratio)):
+            if point:
                 # A teacher is one point; models of one name and size may be several, of different seeds.
-                is_teacher = one is result.teacher
-                key = (one.name, one.parameters, 0 if is_teacher else number)
-                points[key] = one, ratio if relative else one.tokens_per_second, is_teacher
+                is_teacher = point is result.teacher
+                key = (point.name, point.parameters, 0 if is_teacher else number)
+                points[key] = point, ratio if relative else point.tokens_per_second, is_teacher
     has_speed = any(speed for _, speed, _ in points.values())
     measure = "times as fast as the teacher" if relative else "tokens/s, one core"
     table = [["", *names.values(), "parameters", "megabytes", measure]]
     for key in sorted(points, key=lambda key: -key[1]):
-        one, speed, _ = points[key]
-        sizes = [f"{one.parameters:,}", f"{one.disk_bytes / 1e6:,.1f}", "" if speed is None else f"{speed:.2f}"]
-        table.append([one.name, *(f"{one.scores[name]:.1f}" for name in metrics), *sizes])
+        point, speed, _ = points[key]
+        sizes = [f"{point.parameters:,}", f"{point.disk_bytes / 1e6:,.1f}", "" if speed is None else f"{speed:.2f}"]
+        table.append([point.name, *(f"{point.scores[name]:.1f}" for name in metrics), *sizes])
     if not has_speed:
         table = [row[:-1] for row in table]
     title = "Quality against size" + (" and speed" if has_speed else "")
@@ -225,9 +225,11 @@ def _translate_samples(
         sounds = [sounds[i * len(sounds) // count] for i in range(min(count, len(sounds)))]
         sources, references = ([getattr(sound, field) for sound in sounds] for field in ("name", "text"))
         outputs = {
-            role: transcribe(sounds, *load_speech(resolve_source(one)), language=languages["source"], **generation)
-            for role, one in (("model", name), ("teacher", teacher))
-            if one
+            role: transcribe(
+                sounds, *load_speech(resolve_source(checkpoint)), language=languages["source"], **generation
+            )
+            for role, checkpoint in (("model", name), ("teacher", teacher))
+            if checkpoint
         }
         return _compare_samples(sources, references, outputs)
     loaded = load_pair(name, teacher, **languages)

@@ -249,7 +249,7 @@ def check_metrics(names: str | Iterable[str]) -> list[str]:
         key = name.lower().replace("_", "-")
         if key not in known:
             near = difflib.get_close_matches(key, known)
-            near = [known[one][0] if one not in GROUPS else one for one in near]
+            near = [known[other][0] if other not in GROUPS else other for other in near]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(metric_names())}."
             raise ValueError(f"There is no metric {name!r}; {hint}")
         found |= dict.fromkeys(known[key])
@@ -328,7 +328,8 @@ def score(
     """
     _check_counts(predictions, references)
     counters = {name: METRICS[name].counter(references, language) for name in check_metrics(metrics)}
-    return {name: one.score(one.count(predictions, references).sum(axis=0)) for name, one in counters.items()}
+    sums = {name: counter.count(predictions, references).sum(axis=0) for name, counter in counters.items()}
+    return {name: counter.score(sums[name]) for name, counter in counters.items()}
 
 
 def load_metric(name: str, *, language: str | None = None, **options: object) -> evaluate.Metric:

@@ -358,7 +358,7 @@ class Job:
     def publish(self, share: float | None) -> Distillation:
         """Move the shards into the folder, with the best share of all pairs, and return the result."""
         counts = [read_json(self.file(shard, ".json")) for shard in self.shards]
-        scores = [np.asarray(one["scores"], np.float32) for one in counts]
+        scores = [np.asarray(count["scores"], np.float32) for count in counts]
         every = np.concatenate(scores)
         kept = np.ones(len(every), bool)
         if share is not None:
@@ -369,12 +369,12 @@ class Job:
             if part.any() and not target.is_file():
                 rows = read_rows(self.file(shard), self.columns, self.asked["format"])
                 write_rows([*compress(rows, part)], self.columns, target, self.asked["format"])
-        dropped = sum((Counter(one["dropped"]) for one in counts), Counter())
+        dropped = sum((Counter(count["dropped"]) for count in counts), Counter())
         dropped["improbable"] = int((~kept).sum())
         return Distillation(
             str(self.output),
             rows=int(kept.sum()),
-            read=sum(one["read"] for one in counts),
+            read=sum(count["read"] for count in counts),
             dropped={reason: dropped[reason] for reason in REASONS if dropped[reason]},
             shards=sum(bool(part.any()) for part in parts),
             engine=ENGINE if is_export(self.model) else "transformers",
