@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from .conversion.options import METHODS, CompressionOptions, Method, StudyOptions
+from .engines import deployment_names
 from .engines.arguments import (
     AnyPath,
     BatchSize,
@@ -318,3 +319,79 @@ class PushArguments:
             kind="file",
         ),
     ] = ()
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Arguments of `report_page`."""
+
+    model: Annotated[str, Help("Folder that convert or a training run wrote, or Hub name.", kind="checkpoint")]
+    _: KW_ONLY
+    teacher: Annotated[
+        str | None,
+        Help("The checkpoint it was made from: adds its translations to those of --data.", kind="checkpoint"),
+    ] = None
+    data: Annotated[str | None, Help("Parallel text, as for evaluate: adds sample translations.", kind="data")] = None
+    results: Annotated[
+        Sequence[str | Path],
+        Help(
+            "A file that evaluate --json wrote, of this model or others: adds quality against size and speed; or "
+            "benchmark engines --json. Repeatable.",
+            kind="file",
+        ),
+    ] = ()
+    metrics: Metrics = ()
+    samples: Annotated[int, Help("Translations shown, evenly spread over the data.", kind="count")] = 8
+    source: SourceLang = None
+    target: TargetLang = None
+    split: Split = "test"
+    num_beams: NumBeams = None
+    max_new_tokens: MaxNewTokens = None
+    progress: Progress = False
+
+
+@dataclass(frozen=True)
+class EnginesArguments:
+    """Arguments of `compare_engines`. Every combination of cores, batch sizes and beams is a setting."""
+
+    teacher: Annotated[str, Help("Folder or Hub name of the dense checkpoint.", kind="checkpoint")]
+    students: Annotated[Sequence[str], Help("Folders or Hub names of checkpoints made from it.", kind="checkpoint")]
+    _: KW_ONLY
+    forms: Annotated[
+        Sequence[str] | None,
+        Help(
+            f"{', '.join(deployment_names()[:-1])} or {deployment_names()[-1]}. Repeatable. Default: all.",
+            name="--engine",
+            values=tuple(deployment_names()),
+        ),
+    ] = None
+    cores: Annotated[
+        Sequence[int] | None,
+        Help("Repeatable. Default: 1 and 2.", more="At most as many as the machine has.", kind="number"),
+    ] = None
+    batch_sizes: Annotated[
+        Sequence[int],
+        Help(
+            "Repeatable. Default: 1 and 32.",
+            more="A run of size 1 translates `sentences`, one at a time; of more, one batch.",
+            name="--batch-size",
+            kind="number",
+        ),
+    ] = (1, 32)
+    beams: Annotated[Sequence[int], Help("Repeatable. Default: 1 and 4.", name="--num-beams", kind="number")] = (1, 4)
+    runs: Annotated[int, Help("Interleaved runs; medians are shown.", kind="count")] = 5
+    sentences: Annotated[int, Help("Sentences of a run at batch size 1.", kind="count")] = 10
+    new_tokens: Annotated[int, Help("Tokens generated for every sentence.", kind="count")] = 25
+    data: Annotated[
+        str | None,
+        Help("Parallel text to measure the quality on, too.", more="With the most of `beams`.", kind="data"),
+    ] = None
+    metrics: Metrics = ()
+    shortlist: Annotated[
+        str | None,
+        Help("Text, as for export: adds every engine with a shortlist made from it.", kind="data"),
+    ] = None
+    source: SourceLang = None
+    target: TargetLang = None
+    max_samples: MaxSamples = None
+    progress: Progress = False

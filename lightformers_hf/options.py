@@ -31,7 +31,7 @@ class Help:
         name: the option on the command line, if it is not the field's name with dashes.
         also: another name of the option.
         kind: kind of the value if it is not that of the type: `data` and `checkpoint` (a folder, file or Hub name),
-            `file`, `seed`, `count` (1 or more), `minutes`, `hidden` (no option of a command).
+            `file`, `seed`, `count` (1 or more), `number`, `minutes`, `hidden` (no option of a command).
         values: values that a shell completes.
     """
 

@@ -20,28 +20,28 @@ from ..arguments import (
     CompressArguments,
     ConvertArguments,
     DistillArguments,
+    EnginesArguments,
     EvaluateArguments,
     PlanArguments,
     PushArguments,
     RecoverArguments,
+    ReportArguments,
     TextOptions,
     TrainingOptions,
 )
 from ..conversion.options import CompressionOptions
-from ..engines import ARGOS, check_engine_name, deployment_names, split_deployment
+from ..engines import ARGOS, check_engine_name, split_deployment
 from ..engines.arguments import DeploymentOptions, ExportArguments, WebArguments
 from ..files import PAGE_FILE, check_file, check_folder, check_output, write_whole
 from .framework import Answer, Group, command
 from .parameters import (
     AT_LEAST_ONE,
     CHECKPOINT,
-    DATA,
     FILE,
     SEED,
     Argument,
     check_installed,
     given,
-    join_names,
     option,
     parameters_of,
     pop_languages,
@@ -338,25 +338,8 @@ def demo(output: Path, seed: int, fresh: bool) -> Answer:
 
 
 @command(
-    Argument("model", type=CHECKPOINT, about="Folder that convert or a training run wrote, or Hub name."),
+    *parameters_of(ReportArguments),
     option("--output", type=FILE, default="report.html", help="The page to write. A file of that name is replaced."),
-    option(
-        "--teacher",
-        type=CHECKPOINT,
-        help="The checkpoint it was made from: adds its translations to those of --data.",
-    ),
-    option("--data", type=DATA, help="Parallel text, as for evaluate: adds sample translations."),
-    option(
-        "--results",
-        type=FILE,
-        multiple=True,
-        help="A file that evaluate --json wrote, of this model or others: adds quality against size and speed; or "
-        "benchmark engines --json. Repeatable.",
-    ),
-    option("--samples", type=AT_LEAST_ONE, default=8, help="Translations shown, evenly spread over the data."),
-    *parameters_of(
-        TextOptions, names=["metrics", "source_lang", "target_lang", "split", "num_beams", "max_new_tokens"]
-    ),
 )
 def report(model: str, output: Path, **options: Any) -> Answer:
     """Write one HTML page about a compressed model: plan, pictures, translations beside the teacher's.
@@ -370,40 +353,14 @@ def report(model: str, output: Path, **options: Any) -> Answer:
     check_file(output, [model, *(options[name] for name in ("teacher", "data")), *options["results"]])
     from ..evaluation.page import report_page
 
-    page = report_page(model, **pop_languages(options), **given(**options), progress=True)
+    page = report_page(model, **given(**options), progress=True)
     with write_whole(output) as file:
         file.write(page.encode())
     return Answer({"output": str(output)}, [f"Written to {output}: open it in a browser."])
 
 
-@command(
-    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
-    Argument("students", type=CHECKPOINT, nargs=-1, about="Folders or Hub names of checkpoints made from it."),
-    option(
-        "--engine",
-        multiple=True,
-        values=deployment_names,
-        help=f"{join_names(deployment_names())}. Repeatable. Default: all.",
-    ),
-    option("--cores", type=int, multiple=True, help="Repeatable. Default: 1 and 2."),
-    option("--batch-size", type=int, multiple=True, help="Repeatable. Default: 1 and 32."),
-    option("--num-beams", type=int, multiple=True, help="Repeatable. Default: 1 and 4."),
-    option("--runs", type=AT_LEAST_ONE, default=5, help="Interleaved runs; medians are shown."),
-    option("--sentences", type=AT_LEAST_ONE, default=10, help="Sentences of a run at batch size 1."),
-    option("--new-tokens", type=AT_LEAST_ONE, default=25, help="Tokens generated for every sentence."),
-    option("--data", type=DATA, help="Parallel text to measure the quality on, too."),
-    option("--shortlist", type=DATA, help="Text, as for export: adds every engine with a shortlist made from it."),
-    *parameters_of(TextOptions, names=["metrics", "source_lang", "target_lang", "max_samples"]),
-)
-def engines(
-    teacher: str,
-    students: tuple[str, ...],
-    engine: tuple[str, ...],
-    cores: tuple[int, ...],
-    batch_size: tuple[int, ...],
-    num_beams: tuple[int, ...],
-    **options: Any,
-) -> Answer:
+@command(*parameters_of(EnginesArguments))
+def engines(teacher: str, students: tuple[str, ...], forms: tuple[str, ...], **options: Any) -> Answer:
     """Time a teacher and its students in transformers, CTranslate2 and ONNX Runtime, in float32 and int8.
 
     Ratios are to the teacher in the same engine, and to the teacher in CTranslate2 int8, the usual deployment.
@@ -411,22 +368,11 @@ def engines(
 
     Example: lightformers benchmark engines opus-mt-de-en recovered --data test.jsonl --cores 1 --batch-size 1
     """
-    for name in engine:
+    for name in forms:
         split_deployment(name)  # which refuses unknown ones
     from ..evaluation.comparison import compare_engines
 
-    comparison = compare_engines(
-        teacher,
-        list(students),
-        forms=list(engine) or None,
-        cores=list(cores or range(1, min(2, os.cpu_count() or 1) + 1)),
-        batch_sizes=list(batch_size or (1, 32)),
-        beams=list(num_beams or (1, 4)),
-        **pop_languages(options),
-        **options,
-        progress=True,
-    )
-    return Answer.of(comparison)
+    return Answer.of(compare_engines(teacher, students, forms=forms or None, **given(**options), progress=True))
 
 
 benchmark = Group(

@@ -22,9 +22,8 @@ SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 MINUTES = click.FloatRange(min=0, min_open=True)
-TYPES: dict[str, click.ParamType] = {
-    **{"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "seed": SEED, "count": AT_LEAST_ONE, "minutes": MINUTES}
-}
+TYPES: dict[str, click.ParamType] = {"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "seed": SEED}
+TYPES |= {"count": AT_LEAST_ONE, "number": click.INT, "minutes": MINUTES}
 
 
 class CommandOption(click.Option):
@@ -55,7 +54,7 @@ def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = ()
             return [value for value in (values() if callable(values) else values) if value.startswith(begun)]
 
         settings["shell_complete"] = complete
-    if settings.get("type") is int or isinstance(settings.get("type"), click.IntRange):
+    if settings.get("type") in (int, click.INT) or isinstance(settings.get("type"), click.IntRange):
         settings = {"metavar": "N", **settings}
     return CommandOption(names, show_default=settings.get("default") is not None, **settings)
 
@@ -72,7 +71,8 @@ def parameters_of(
         if found.help.kind == "hidden" or (names and found.name not in names):
             continue
         if found.is_positional:
-            yield Argument(found.name, type=TYPES.get(found.help.kind), about=found.help.text)
+            many = -1 if get_origin(found.type) is Sequence else 1
+            yield Argument(found.name, type=TYPES.get(found.help.kind), about=found.help.text, nargs=many)
         else:
             made = make_option(found)
             made.section = titles.get(found.name, "Options")

@@ -32,9 +32,10 @@ SourceLang = Annotated[
         "Column of the source; of multilingual models also the code: de=de_DE. T5: de='prefix: '.",
         "de",
         "Or a language in a column `translation`. Default: the tokenizer's.",
+        name="--source-lang",
     ),
 ]
-TargetLang = Annotated[str | None, Help("The same for the target.", "en")]
+TargetLang = Annotated[str | None, Help("The same for the target.", "en", name="--target-lang")]
 SourceCode = Annotated[
     str | None, Help("Code of the source's language; T5: en, or en='a prefix: '.", "de_DE", name="--source-lang")
 ]

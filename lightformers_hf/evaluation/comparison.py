@@ -22,12 +22,13 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
+from ..arguments import EnginesArguments
 from ..engines import CHECKPOINTS, deployment_names, export, load_engine, load_engine_file, split_deployment
 from ..engines.engine import longest_input
 from ..files import as_kind
 from ..languages import begin_with, language_code, set_language_codes, split_language
 from ..loading import load_network, load_pretrained, resolve_source, weight_bytes
-from ..options import OptionError
+from ..options import OptionError, takes
 from ..processors import use_threads
 from ..results import Result
 from ..speech import RATE, Sound, find_sounds
@@ -159,25 +160,8 @@ class EngineComparison(Result):
         return any(timing.to_baseline is not None for timing in self.timings)
 
 
-def compare_engines(
-    teacher: str,
-    students: Sequence[str],
-    *,
-    forms: Sequence[str] | None = None,
-    cores: Sequence[int] = (1, 2),
-    batch_sizes: Sequence[int] = (1, 32),
-    beams: Sequence[int] = (1, 4),
-    runs: int = 5,
-    sentences: int = 10,
-    new_tokens: int = 25,
-    data: str | None = None,
-    metrics: Iterable[str] = (),
-    shortlist: str | None = None,
-    source: str | None = None,
-    target: str | None = None,
-    max_samples: int | None = None,
-    progress: bool = False,
-) -> EngineComparison:
+@takes(EnginesArguments)
+def compare_engines(call: EnginesArguments) -> EngineComparison:
     """Export a teacher and its students, and time each of them in all forms, in turn within the same runs.
 
     Every sentence gets exactly `new_tokens` tokens, past any end token, so that all do the same work. Each number of
@@ -186,65 +170,58 @@ def compare_engines(
     to its end: `source` is its language, `target` the column of transcripts.
 
     Args:
-        teacher, students: folders or Hub names of checkpoints.
-        forms: names of `deployment_names()`; `None` means all that the engines have.
-        cores, batch_sizes, beams: every combination is a setting. A run of batch size 1 translates `sentences`, one at
-            a time; of more, one batch.
-        data, source, target, max_samples: parallel text to measure the quality on as well, with the most of `beams`.
-            For multilingual models, source and target are also the codes, `de=deu_Latn` (`set_language_codes`).
-        metrics: names of `METRICS`; by default those that fit the references.
-        shortlist: text from which `export` makes a shortlist; every engine is then timed without and with one.
-        progress: show a bar on stderr.
 
     Raises:
         ValueError: an unknown form, a number below 1, an engine that is not installed, a model that an engine cannot
             express; or a measuring process failed.
         FileNotFoundError: no such checkpoint or data.
     """
-    forms, metrics = _choose_forms(forms, shortlist), check_metrics(metrics)
-    _check_numbers(cores, batch_sizes, beams, runs=[runs], sentences=[sentences], new_tokens=[new_tokens])
-    settings = [(size, count) for size in batch_sizes for count in beams]
-    names = dict(zip(_labels([teacher, *students]), [teacher, *students], strict=True))
-    pairs, languages = cast(Any, None), (source, target)
-    if is_speech := reads_sound(resolve_source(teacher)):
+    forms, metrics, data = _choose_forms(call.forms, call.shortlist), check_metrics(call.metrics), call.data
+    cores = call.cores or range(1, min(2, os.cpu_count() or 1) + 1)
+    _check_numbers(call, cores)
+    settings, sentences = [(size, count) for size in call.batch_sizes for count in call.beams], call.sentences
+    names = dict(zip(_labels([call.teacher, *call.students]), [call.teacher, *call.students], strict=True))
+    pairs, languages = cast(Any, None), (call.source, call.target)
+    if is_speech := reads_sound(resolve_source(call.teacher)):
         if data is None:
             raise OptionError("data", " is missing: models for speech transcribe it")
-        if shortlist:
+        if call.shortlist:
             raise OptionError("shortlist", " is for text, but the models transcribe sound: remove it")
-        languages, settings = (split_language(source)[0], split_language(target)[0]), [(1, beam) for beam in beams]
-        pairs = read_transcribed(data, column=languages[1], max_samples=max_samples)
+        languages = split_language(call.source)[0], split_language(call.target)[0]
+        settings = [(1, beam) for beam in call.beams]
+        pairs = read_transcribed(data, column=languages[1], max_samples=call.max_samples)
         sentences = min(sentences, len(pairs))
     elif data is not None:
-        source, target = find_columns(teacher, source, target)
-        pairs = load_parallel(data, source=source, target=target, split="test", max_samples=max_samples)
+        source, target = languages = find_columns(call.teacher, *languages)
+        pairs = load_parallel(data, source=source, target=target, split="test", max_samples=call.max_samples)
         metrics = choose_metrics(metrics, pairs["source"][:], pairs["target"][:])
-    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + runs * len(cores) * len(settings))
-    with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not progress, unit="step") as bar:
-        if not is_speech and (pairs is not None or any(languages)):
-            names = _tell_languages(names, *languages, Path(work))
-        to = (Path(work), (shortlist, source, target), bar)
+    steps = len(names) * len(forms) * ((1 if pairs is None else 2) + call.runs * len(cores) * len(settings))
+    with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not call.progress, unit="step") as bar:
+        if not is_speech and any(languages):
+            names = _tell_languages(names, call.source, call.target, Path(work))
+        to = (Path(work), (call.shortlist, *languages), bar)
         deployed = [_deploy(label, names[label], form, *to) for label in names for form in forms]
-        comparison = EngineComparison(list(names), deployed, [], new_tokens, sentences, data, reads_sound=is_speech)
-        count = max(sentences if 1 in batch_sizes else 1, *batch_sizes)
+        numbers = (call.new_tokens, sentences)
+        comparison = EngineComparison(list(names), deployed, [], *numbers, data, reads_sound=is_speech)
+        count = max(sentences if 1 in call.batch_sizes else 1, *call.batch_sizes)
         inputs = {label: [data, *languages] for label in names} if is_speech else _inputs(names, pairs, count)
-        task = {"settings": settings, "runs": runs, "sentences": sentences, "new_tokens": new_tokens}
+        task = {"settings": settings, "runs": call.runs, "sentences": sentences, "new_tokens": call.new_tokens}
+        task["reads_sound"] = is_speech
         for count in cores:
             bar.set_description(f"measure on {count} core{'s' * (count > 1)}")
-            comparison.timings += _measure_speed(
-                deployed, inputs, task | {"cores": count, "reads_sound": is_speech}, bar
-            )
+            comparison.timings += _measure_speed(deployed, inputs, task | {"cores": count}, bar)
         _add_ratios(comparison.timings, comparison.models[0])
         if pairs is not None:
-            comparison.quality_beams, comparison.quality_sentences = max(beams), len(pairs)
-            _measure_quality(comparison, names, pairs, languages if is_speech else (source, target), metrics, bar)
+            comparison.quality_beams, comparison.quality_sentences = max(call.beams), len(pairs)
+            _measure_quality(comparison, names, pairs, languages, metrics, bar)
     return comparison
 
 
-def _check_numbers(
-    cores: Sequence[int], batch_sizes: Sequence[int], beams: Sequence[int], **others: Sequence[int]
-) -> None:
+def _check_numbers(call: EnginesArguments, cores: Sequence[int]) -> None:
     """Raise `ValueError` for a number below 1, or more cores than there are."""
-    for name, values in {"cores": cores, "batch_sizes": batch_sizes, "beams": beams, **others}.items():
+    numbers: dict[str, Sequence[int]] = {"cores": cores, "batch_sizes": call.batch_sizes, "beams": call.beams}
+    numbers |= {name: [getattr(call, name)] for name in ("runs", "sentences", "new_tokens")}
+    for name, values in numbers.items():
         if not values or min(values) < 1:
             raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
     if max(cores) > (there := os.cpu_count() or 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import Any
 
 import jinja2
 
+from ..arguments import ReportArguments
 from ..conversion.report import CompressionReport, read_report
 from ..files import REPORT_FILE, STATE_FILE, as_kind, read_json
 from ..loading import load_pair, printable_name, resolve_source
-from ..options import OptionError
+from ..options import OptionError, takes
 from ..text import load_parallel
 from . import plots
 from .comparison import EngineComparison
@@ -30,41 +31,21 @@ KINDS = {"embedding": "embedding", "attention": "attention", "ffn": "feed-forwar
 PHONE = 5  # inches of a picture for phones
 
 
-def report_page(
-    model: str,
-    *,
-    teacher: str | None = None,
-    data: str | None = None,
-    results: Sequence[str | Path] = (),
-    metrics: Iterable[str] = (),
-    samples: int = 8,
-    source: str | None = None,
-    target: str | None = None,
-    split: str = "test",
-    progress: bool = False,
-    **generation: int,
-) -> str:
+@takes(ReportArguments)
+def report_page(call: ReportArguments) -> str:
     """The page as text of HTML, with all pictures inside and no script: it loads nothing from anywhere.
 
     The plan and the error of every layer come from `compression.json`, the training from `trainer_state.json`,
     and other parts from the arguments.
 
+    The first of `metrics` is drawn; by default all that the results have are shown.
+
     Args:
-        model: folder or Hub name of a checkpoint that `convert` or a training run wrote.
-        teacher: the checkpoint that it was made of: adds its translations to those of the data.
-        data: parallel text as for `load_parallel`: adds sample translations.
-        results: files that `lightformers evaluate --json` wrote, of this model and of others: add quality against
-            parameters and speed; or `lightformers benchmark engines --json`: speed, size and quality deployed.
-        metrics: those of `results` that are shown, of which the first is drawn; by default all that they have.
-        samples: how many translations are shown, evenly spread over the data.
-        source, target, split: columns of the data, as for `evaluate`.
-        progress: show bars on stderr.
-        generation: `num_beams`, `max_new_tokens` for the translations.
 
     Raises:
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
-    if teacher and not data:
+    if call.teacher and not call.data:
         raise OptionError(
             "teacher",
             " is given without ",
@@ -72,9 +53,9 @@ def report_page(
             ", of which its translations are shown: give data, too, or remove ",
             "teacher",
         )
-    metrics, folder = check_metrics(metrics), resolve_source(model)
+    metrics, folder = check_metrics(call.metrics), resolve_source(call.model)
     report = read_report(folder / REPORT_FILE)
-    measured = [_read_result(Path(file)) for file in results]
+    measured = [_read_result(Path(file)) for file in call.results]
     pictures = _pictures(folder, report, [result for result in measured if isinstance(result, Evaluation)], metrics)
     sheets = [  # a table for every setting that a benchmark of engines measured in
         {"title": f"Deployed: {setting}", "caption": " ".join(result.notes()), "rows": rows}
@@ -82,9 +63,7 @@ def report_page(
         if isinstance(result, EngineComparison)
         for setting, rows in result.rows().items()
     ]
-    columns = {"source": source, "target": target, "split": split}
-    settings: dict[str, Any] = {"count": samples, "progress": progress} | generation
-    translations = _translate_samples(model, teacher, data, columns, **settings) if data else []
+    translations = _translate_samples(call) if call.data else []
     if not (report or pictures or sheets or translations):
         raise ValueError(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
@@ -95,7 +74,7 @@ def report_page(
     loader = jinja2.PackageLoader(__package__, "")
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
     return environment.get_template("page.html").render(
-        title=printable_name(model),
+        title=printable_name(call.model),
         colors={name: (settings["figure.facecolor"], settings["text.color"]) for name, settings in styles.items()},
         plan=report,
         kinds=KINDS,
@@ -103,8 +82,8 @@ def report_page(
         pictures=pictures,
         sheets=sheets,
         samples=translations,
-        teacher=teacher,
-        data=data and Path(data).name,
+        teacher=call.teacher,
+        data=call.data and Path(call.data).name,
     )
 
 
@@ -205,45 +184,33 @@ def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> dict[s
     return _draw(title, paint, caption, columns=2 if has_speed else 1, rows=table)
 
 
-def _translate_samples(
-    name: str,
-    teacher: str | None,
-    data: str,
-    columns: dict[str, str | None],
-    *,
-    count: int,
-    progress: bool,
-    **generation: Any,
-) -> list[dict[str, Any]]:
+def _translate_samples(call: ReportArguments) -> list[dict[str, Any]]:
     """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher.
 
     Of `parts`, the model's words in runs, each has whether the teacher's differ.
     """
-    languages = {side: columns[side] for side in ("source", "target")}
-    if reads_sound(resolve_source(name)):
-        sounds = read_transcribed(data, column=languages["target"], split=columns["split"])
-        sounds = [sounds[i * len(sounds) // count] for i in range(min(count, len(sounds)))]
+    given = {"num_beams": call.num_beams, "max_new_tokens": call.max_new_tokens}
+    generation: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if reads_sound(resolve_source(call.model)):
+        sounds = read_transcribed(call.data, column=call.target, split=call.split)
+        sounds = [sounds[i * len(sounds) // call.samples] for i in range(min(call.samples, len(sounds)))]
         sources, references = ([getattr(sound, field) for sound in sounds] for field in ("name", "text"))
         outputs = {
-            role: transcribe(
-                sounds, *load_speech(resolve_source(checkpoint)), language=languages["source"], **generation
-            )
-            for role, checkpoint in (("model", name), ("teacher", teacher))
+            role: transcribe(sounds, *load_speech(resolve_source(checkpoint)), language=call.source, **generation)
+            for role, checkpoint in (("model", call.model), ("teacher", call.teacher))
             if checkpoint
         }
         return _compare_samples(sources, references, outputs)
-    loaded = load_pair(name, teacher, **languages)
+    loaded = load_pair(call.model, call.teacher, source=call.source, target=call.target)
     model, tokenizer = loaded["model"]
-    source, target = choose_columns(name, model, tokenizer, **languages)
-    pairs = load_parallel(data, source=source, target=target, split=columns["split"])
-    count = min(count, len(pairs))
+    source, target = choose_columns(call.model, model, tokenizer, call.source, call.target)
+    pairs = load_parallel(call.data, source=source, target=target, split=call.split)
+    count = min(call.samples, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])
     sources = list(pairs["source"])
-    warn_of_overlap(str(name), data, sources)
-    generation = {"num_beams": model.generation_config.num_beams or 1} | generation
-    outputs = {
-        role: translate(sources, *pair, split=False, progress=progress, **generation) for role, pair in loaded.items()
-    }
+    warn_of_overlap(call.model, call.data, sources)
+    generation = {"num_beams": model.generation_config.num_beams or 1, "progress": call.progress} | generation
+    outputs = {role: translate(sources, *pair, split=False, **generation) for role, pair in loaded.items()}
     return _compare_samples(sources, pairs["target"], outputs)
 
 
