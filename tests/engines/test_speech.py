@@ -3,10 +3,12 @@
 import json
 import subprocess
 
+import numpy as np
 import pytest
 from speech import sound, train_whisper, write_speech
 
 from lightformers_hf import convert, evaluate, export, load_engine
+from lightformers_hf.engines.web import export_web
 from lightformers_hf.evaluation.transcribe import load_speech, transcribe
 from lightformers_hf.files import read_json
 from lightformers_hf.speech import find_sounds
@@ -134,3 +136,46 @@ def test_transformers_js_transcribes_with_times_of_words(form, root, exported, n
 def test_faster_whisper_loads_the_folder(exported):
     faster_whisper = pytest.importorskip("faster_whisper")
     assert faster_whisper.WhisperModel(str(exported["ctranslate2", "narrow"]), device="cpu").model.is_multilingual
+
+
+def test_the_page_transcribes_a_file_and_the_microphone(root, serve, chromium, tmp_path):
+    import soundfile
+
+    export_web(root / "narrow", tmp_path / "page", compare=root / "dense", source_lang="de")
+    soundfile.write(tmp_path / "a.wav", np.stack([sound("ccc", 44100)] * 2, axis=1), 44100)
+    (tmp_path / "b.wav").write_text("no sound")
+    context = chromium.new_context(permissions=["microphone"])
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(error))
+    page.goto(serve[0](tmp_path / "page"))
+    page.wait_for_selector("html[data-ready=true]", timeout=30_000)
+    assert page.input_value("#language") == "de"
+    page.select_option("#language", "en")
+    page.click("#translate")
+    page.wait_for_selector("#message:has-text('Choose a file, or record.')")
+    page.set_input_files("#file", tmp_path / "b.wav")
+    page.click("#translate")
+    page.wait_for_selector('#message:has-text("The browser can\'t decode b.wav as sound")')
+    page.set_input_files("#file", tmp_path / "a.wav")
+    page.click("#translate")
+    page.wait_for_selector("article:last-child[data-speed]", timeout=30_000)
+    assert [element.text_content() for element in page.query_selector_all(".translation")] == ["ccc"] * 2
+    assert "0.4 s of sound" in page.text_content(".facts")
+    page.evaluate("document.querySelectorAll('article').forEach((card) => delete card.dataset.speed)")
+    page.click("#record")  # Chromium's own beep
+    page.wait_for_selector("#record:has-text('Stop')")
+    page.wait_for_timeout(1000)
+    page.click("#record")
+    page.wait_for_selector("article:last-child[data-speed]", timeout=30_000)
+    assert not errors
+    assert not (tmp_path / "page/model/onnx/encoder_model.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"source_lang": "fr"}, "the language is 'fr'"), ({"compare": "text"}, "two of one kind")]
+)
+def test_a_page_that_can_not_work_is_refused(options, message, root, tiny_marian, tmp_path):
+    options = {name: tiny_marian if value == "text" else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        export_web(root / "narrow", tmp_path / "page", **options)
+    assert not (tmp_path / "page").exists()

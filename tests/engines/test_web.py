@@ -1,13 +1,10 @@
 """The exported folders in other programs: transformers.js in Node and in a browser, optimum, CTranslate2, a server."""
 
-import functools
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
-import threading
 import time
 
 import pytest
@@ -19,7 +16,6 @@ from lightformers_hf import translate
 from lightformers_hf.engines import export, tokenizer_file, web
 from lightformers_hf.engines.web import export_web, share_weights
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCRIPT = """
 import { env, pipeline } from "@huggingface/transformers";
 env.allowRemoteModels = false;
@@ -50,33 +46,6 @@ def test_node_translates_as_the_checkpoint_does(node, tiny_marian, parallel_sent
         assert sum(one == other for one, other in zip(found[dtype], expected, strict=True)) >= 8, dtype
 
 
-@pytest.fixture
-def serve():
-    """A web server for a folder, with headers of its own; a call that ends all."""
-    servers = []
-
-    def start(folder, **headers):
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            def end_headers(self):
-                for name, value in headers.items():
-                    self.send_header(name.replace("_", "-"), value)
-                super().end_headers()
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}/"
-
-    def stop():
-        while servers:
-            server = servers.pop()
-            server.shutdown()
-            server.server_close()
-
-    yield start, stop
-    stop()
-
-
 @pytest.fixture(scope="module")
 def written(tiny_marian, tmp_path_factory):
     """A page of two models."""
@@ -85,17 +54,6 @@ def written(tiny_marian, tmp_path_factory):
     folder = tmp_path_factory.mktemp("web") / "page"
     export_web(tiny_marian, folder, compare=tiny_marian)
     return folder
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def read(frame, text):

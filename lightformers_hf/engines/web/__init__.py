@@ -1,6 +1,7 @@
-"""A static page that translates in the browser: the model in int8 or int4, transformers.js and its WebAssembly.
+"""A static page that translates, or transcribes sound, in the browser.
 
-`app.js` is the page, `worker.js` the model in a Web Worker, `sw.js` keeps all files for later visits without network.
+It has the model in int8 or int4, transformers.js and its WebAssembly. `app.js` is the page, `worker.js` the model in a
+Web Worker, `sw.js` keeps all files for later visits without network.
 transformers.js and ONNX Runtime come from the npm registry at pinned versions; npm checks their digests.
 """
 
@@ -19,12 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, GenerationConfig
+
+from ...checkpoints.teacher import reads_sound
 from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_json, write_json
-from ...in_memory import AnyModel
+from ...in_memory import AnyModel, is_loaded
 from ...languages import split_language
-from ...loading import printable_name
+from ...loading import load_pretrained, printable_name, resolve_source
 from ...options import takes
 from ...results import Result
+from ...speech import check_language
 from ..arguments import WebArguments
 from ..write import ExportReport, export, folder_bytes
 
@@ -32,6 +37,7 @@ TRANSFORMERS_JS = "4.3.2"
 SMALLEST_SHARED = 4096  # bytes of a tensor
 PAGE_FILES = ("index.html", "style.css", "app.js", "worker.js", "sw.js")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "onnx/*.onnx")
+MODEL_FILES += ("preprocessor_config.json",)
 # {quantization: its name in transformers.js, and the end of file names}
 DTYPES = {"int8": ("q8", "_quantized"), "int4": ("q4", "_q4")}
 # {package: files of it that the page loads}
@@ -61,7 +67,7 @@ class WebReport(Result):
 
 @takes(WebArguments)
 def export_web(call: WebArguments) -> WebReport:
-    """Write a folder with a page that translates in the browser.
+    """Write a folder with a page that translates in the browser, or transcribes a sound file and the microphone.
 
     Args:
 
@@ -74,10 +80,14 @@ def export_web(call: WebArguments) -> WebReport:
     check_output(output, overwrite=call.overwrite, inputs=inputs)
     if call.quantization not in DTYPES:
         raise ValueError(f"quantization is {call.quantization!r}; a page has {' or '.join(DTYPES)}")
-    options = {name: getattr(call, name) for name in ("quantization", "calibration", "source_lang", "target_lang")}
+    is_speech = not is_loaded(call.model) and reads_sound(load_pretrained(AutoConfig, resolve_source(call.model)))
+    asked = ("quantization", "calibration", *(() if is_speech else ("source_lang", "target_lang")))
+    options = {name: getattr(call, name) for name in asked}
     with atomic_output(output, overwrite=call.overwrite, inputs=inputs) as temporary:
         versions = vendor(temporary / "vendor")
         reports = [_write_model(name, temporary / key, options) for key, name in names.items()]
+        if len({report.reads_sound for report in reports}) > 1:
+            raise ValueError("one of model and compare reads sound and the other one text: give two of one kind")
         title = f"{printable_name(call.model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
         language = call.source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
@@ -88,6 +98,12 @@ def export_web(call: WebArguments) -> WebReport:
             for key, name in names.items()
         ]
         page = {"title": title, "example": "", "language": find_language(language), "target": find_language(target)}
+        task, content = ("automatic-speech-recognition", "sound") if is_speech else ("translation", "text")
+        if is_speech:
+            generation = GenerationConfig.from_pretrained(temporary / "model")
+            check_language(generation, call.source_lang, printable_name(call.model))
+            codes = getattr(generation, "lang_to_id", None) or {}
+            page["language"], page["languages"] = call.source_lang, sorted(code.strip("<|>") for code in codes)
         for name in PAGE_FILES:
             shutil.copyfile(Path(__file__).parent / name, temporary / name)
         digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.rglob("*.*"))]
@@ -99,7 +115,7 @@ def export_web(call: WebArguments) -> WebReport:
         card = (
             (Path(__file__).parent / "card.md")
             .read_text(encoding="utf-8")
-            .format(title=title, folder=Path(output).name, **programs)
+            .format(title=title, folder=Path(output).name, task=task, content=content, **programs)
         )
         (temporary / CARD_FILE).write_text(card, encoding="utf-8")
         sizes = {is_model: [0, 0] for is_model in (True, False)}
@@ -128,7 +144,8 @@ def _write_model(name: AnyModel, folder: Path, options: dict[str, Any]) -> Expor
             target = folder / file.relative_to(made)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-    share_weights(folder / "onnx", DTYPES[options["quantization"]][1])
+    if not report.reads_sound:  # whose encoder has no embedding matrix
+        share_weights(folder / "onnx", DTYPES[options["quantization"]][1])
     return report
 
 

@@ -1,5 +1,6 @@
-// One model: load it, split the text into sentences, translate them, put them together with all spaces and line breaks.
-import { AutoModelForSeq2SeqLM, AutoTokenizer, env } from "./vendor/transformers.min.js";
+// One model: load it, split the text into sentences, translate them, put them together with all spaces and line breaks;
+// or transcribe sound.
+import { AutoModelForSeq2SeqLM, AutoTokenizer, env, pipeline } from "./vendor/transformers.min.js";
 
 const here = new URL(".", import.meta.url);
 env.allowLocalModels = true;
@@ -14,14 +15,18 @@ env.backends.onnx.wasm.wasmPaths = {
 const threads = self.crossOriginIsolated ? Number(new URL(import.meta.url).searchParams.get("threads")) || 1 : 1;
 env.backends.onnx.wasm.numThreads = threads;
 
-let tokenizer, model, language, longest, prefix, codes;
+let tokenizer, model, language, longest, prefix, codes, transcriber;
 
 const ENDINGS = { q8: "quantized", q4: "q4" }; // of the names of files
 
-async function load(folder, dtype) {
+async function load(folder, dtype, isSpeech) {
   const progress_callback = (event) => {
     if (event.status === "progress_total") postMessage({ progress: event.progress / 100 });
   };
+  if (isSpeech) {
+    transcriber = await pipeline("automatic-speech-recognition", folder, { dtype, device: "wasm", progress_callback });
+    return;
+  }
   tokenizer = await openTokenizer(folder);
   const encoder = `encoder_model_${ENDINGS[dtype]}.onnx`; // holds tensors of the decoder, too
   const session_options = { externalData: [{ path: encoder, data: `onnx/${encoder}` }] };
@@ -140,12 +145,26 @@ async function translate(text) {
   postMessage({ translation, tokens, cut, seconds, threads, done: true });
 }
 
+async function transcribe(samples, spoken) {
+  const { chunk_length, sampling_rate } = transcriber.processor.feature_extractor.config;
+  const begun = performance.now();
+  // Longer sound is cut into pieces that overlap.
+  const isLong = samples.length > chunk_length * sampling_rate;
+  const pieces = isLong ? { chunk_length_s: chunk_length, stride_length_s: chunk_length / 6 } : {};
+  const { text } = await transcriber(samples, { ...pieces, ...(spoken ? { language: spoken, task: "transcribe" } : {}) });
+  const seconds = (performance.now() - begun) / 1000;
+  const done = { tokens: samples.length / sampling_rate, seconds, threads, isSpeech: true, done: true };
+  postMessage({ translation: text.trim(), ...done });
+}
+
 self.onmessage = async ({ data }) => {
   try {
     if (data.folder) {
       language = data.language ?? undefined;
-      await load(data.folder, data.dtype);
+      await load(data.folder, data.dtype, data.isSpeech);
       postMessage({ ready: true });
+    } else if (data.samples) {
+      await transcribe(data.samples, data.language);
     } else {
       await translate(data.text);
     }
