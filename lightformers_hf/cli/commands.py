@@ -165,7 +165,7 @@ def export(model: str, output: Path, to: str, overwrite: bool, **options: Any) -
 
 @command(*parameters_of(WebArguments))
 def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
-    """Write a static web page that translates in the browser, with transformers.js, without a server.
+    """Write a static web page that translates, or transcribes sound, in the browser, with transformers.js alone.
 
     The folder works on any web server, and is a static Space on the Hub: see `lightformers push`. Needs npm, and
     pip install 'lightformers_hf[onnx]'.
