@@ -63,12 +63,12 @@ def test_fewer_bits_change_little(quantization, root, tmp_path):
         assert load_speech(tmp_path / form)
 
 
-def test_a_low_rank_table_stays_small(root):
+def test_a_low_rank_table_stays_small(root, exported):
     sizes = {form: (root / f"onnx-{form}/onnx/decoder_model_merged_quantized.onnx").stat().st_size for form in FORMS}
     assert sizes["low-rank"] < sizes["dense"]
 
 
-def test_an_export_is_measured_beside_its_teacher(root):
+def test_an_export_is_measured_beside_its_teacher(root, exported):
     found = evaluate(root / "onnx-narrow", teacher=root / "dense", data=str(root / "speech"), progress=False)
     assert found.model.real_time_factor > 0
     assert found.model.disk_bytes == read_json(root / "onnx-narrow/export.json")["weight_bytes"]

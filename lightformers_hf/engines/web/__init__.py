@@ -36,8 +36,7 @@ from ..write import ExportReport, export, folder_bytes
 TRANSFORMERS_JS = "4.3.2"
 SMALLEST_SHARED = 4096  # bytes of a tensor
 PAGE_FILES = ("index.html", "style.css", "app.js", "worker.js", "sw.js")
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "onnx/*.onnx")
-MODEL_FILES += ("preprocessor_config.json",)
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "preprocessor_config.json", "onnx/*.onnx")
 # {quantization: its name in transformers.js, and the end of file names}
 DTYPES = {"int8": ("q8", "_quantized"), "int4": ("q4", "_q4")}
 # {package: files of it that the page loads}
@@ -97,7 +96,12 @@ def export_web(call: WebArguments) -> WebReport:
             | {"dtype": DTYPES[call.quantization][0]}
             for key, name in names.items()
         ]
-        page = {"title": title, "example": "", "language": find_language(language), "target": find_language(target)}
+        page: dict[str, Any] = {
+            "title": title,
+            "example": "",
+            "language": find_language(language),
+            "target": find_language(target),
+        }
         task, content = ("automatic-speech-recognition", "sound") if is_speech else ("translation", "text")
         if is_speech:
             generation = GenerationConfig.from_pretrained(temporary / "model")
