@@ -265,6 +265,8 @@ class Work:
         if not self.reads_sound:  # whose parts are apart
             texts["exclude"] = self.files.test or None
         asked = texts | self.sides | {"metrics": self.metrics} | {name: getattr(self.call, name) for name in TRAINING}
+        if self.call.quantization == "int4":  # int8 costs too little to train for
+            asked["quantization"] = "int4"
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
 
     def evaluate(self) -> None:

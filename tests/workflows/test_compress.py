@@ -178,6 +178,14 @@ def test_the_calibration_text_has_no_pairs_of_the_test(tiny_marian, asked, tmp_p
     assert report["calibration"] == "calibration.jsonl"  # a part of it, not the whole file
 
 
+@pytest.mark.parametrize(("quantization", "trained"), [("int8", None), ("int4", "int4")])
+def test_the_recovery_knows_the_rounding_to_4_bits(tiny_marian, asked, tmp_path, monkeypatch, quantization, trained):
+    monkeypatch.setattr(Work, "evaluate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, tmp_path / "small", **asked, to="onnx", quantization=quantization)
+    assert read_json(tmp_path / "small" / "recovered" / "recovery.json")["result"]["quantization"] == trained
+
+
 def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path, monkeypatch):
     asked = {"minutes": 0.01, "ratio": 2.0, "progress": False}
     with pytest.raises(ValueError, match="Neither data nor test is given"):
