@@ -279,7 +279,7 @@ def find_budget(
     overhead = HEADER_BYTES * len(tensors) + buffers * itemsize
     if name == "ratio":
         assert isinstance(rule, Ratio), "a budget is one number"
-        asked, available = asked or rule.ratio, whole / rule.ratio
+        asked, available = asked or rule.ratio, whole * originals.narrowed / rule.ratio
     elif name == "params":
         available = read_quantity(name, asked) - besides
     else:
@@ -297,7 +297,8 @@ def find_budget(
     if name != "ratio" and read_quantity(name, asked) >= held:
         has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"
         raise OptionError(name, f" is {asked}, and {originals.teacher.name} has {has} already: give less than that")
-    return available, max(0.0, 1 - available / whole) if whole else 0.0
+    removed = 1 - min(available, whole) / (whole * originals.narrowed) if whole else 0.0
+    return available, max(0.0, removed)
 
 
 class Pick(NamedTuple):

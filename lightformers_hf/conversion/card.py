@@ -150,7 +150,8 @@ def model_card(
 
 def _changes(report: CompressionReport) -> list[str]:
     """Describe the changes of layers and matrices in words."""
-    changes = [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
+    changes = [f"{report.features[0]} of its {report.features[1]} features"] if report.fewer_features else []
+    changes += [f"{kept} of its {before} {stack} layers" for stack, (kept, before) in report.fewer_layers.items()]
     changes += ["its matrices made smaller"] if report.smaller else []
     for stack, (stored, depths) in report.groups.items():
         changes += [f"its {depths} {stack} layers sharing {stored} stored ones"] if stored != depths else []

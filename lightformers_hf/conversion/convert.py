@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport,
 from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
 from .vocabulary import choose_tokens
+from .width import find_streams, find_width, fold_norms, narrow, narrow_calibration, narrow_fields, output_maps
 from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
 
 # A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
@@ -72,6 +73,7 @@ class Measured:
     calibration: Calibration | None = None  # the moments of the teacher's matrices, if errors are weighted
     compared: Sequence[Batch] = ()  # on which the result is compared with the teacher
     outputs: Sequence[Batch] = ()  # the teacher's greedy outputs of some of them
+    maps: Mapping[str, Tensor] = field(default_factory=dict)  # `output_maps`, if features were removed
     held_out: bool = False  # whether these batches were held out of the calibration
     sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
 
@@ -98,13 +100,17 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     if options.vocabulary and reads_sound(checkpoint.config):
         raise OptionError("vocabulary", f" is for text; {checkpoint.name} is a model for speech: remove it")
     whole = trim(checkpoint, choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
+    if (width := find_width(whole, options.d_model)) is not None:
+        whole = fold_norms(whole)
     teacher = shorten(whole, {"encoder": options.encoder_layers, "decoder": options.decoder_layers})
-    dense = share_layers(teacher, options, study)
+    shapes = {} if width is None else narrow_fields(teacher.model, width)
+    dense = share_layers(teacher, options, study, shapes)
     originals = Originals(
         teacher,
         dense,
         can_align(teacher, dense, options),
         device=algebra_device(device),
+        narrowed=teacher.config.d_model / dense.config.d_model,
         is_truncated_first=options.method == "paper",
     )
     units = find_units(originals, options, study)
@@ -114,7 +120,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         check_outputs(checkpoint)
     measured = Measured(teacher)
     if "weight" in steps or ("bridge" in steps and not dry):
-        kind = {"bridges": "bridge" in steps, "compares": not dry, "device": device}
+        bridged = steps & {"bridge", "narrow"} if not dry else steps & {"bridge"}
+        kind = {"bridged": bridged, "compares": not dry, "width": width, "device": device}
         measured = measure(whole, teacher, options, study, removed, **kind)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
     proposals = choose(units, originals, options, study)
@@ -181,7 +188,7 @@ def make(
     model = skeleton(type(originals.teacher.model), type(dense.config)(**{**dense.config.to_dict(), **fields}))
     agreement = None
     if not dry:
-        refits = refits and any(errors.values())
+        refits = refits and (any(errors.values()) or bool(measured.maps))
         made, agreement = fit(model, chosen, originals, measured, refits=refits, every=every)
         errors = made | errors
     return Candidate(chosen, model, errors, agreement)
@@ -199,10 +206,12 @@ def find_steps(
     is_seq2seq = isinstance(teacher.model, ConditionalGenerationHead)
     if teacher is not whole and is_seq2seq and study.refit is not False:
         steps.add("bridge")
-    if is_seq2seq and options.method != "paper" and (originals.is_aligned or options.policy.compresses):
+    if is_seq2seq and options.method != "paper" and (originals.is_aligned or options.reads_text):
         steps.add("weight")
     if can_refit(dense.config, study) and "weight" in steps:
         steps.add("refit")
+    elif originals.narrowed != 1 and study.refit is not False:  # before layers share weights
+        steps.add("narrow")
     if not steps and (needed := needs_calibration(options, study)) is not None:
         if not is_seq2seq:
             raise OptionError(
@@ -226,14 +235,16 @@ def measure(
     study: StudyOptions,
     removed: float | None,
     *,
-    bridges: bool,
+    bridged: Collection[str],
     compares: bool,
+    width: int | None,
     device: torch.device,
 ) -> Measured:
-    """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity.
+    """Print a forecast, get calibration text, refit the layers around removed ones, measure sensitivity, and narrow.
 
-    Sensitivity is not measured if the share of parameters that is `removed` is `None`. The teacher's outputs are made
-    where the call `compares` models.
+    Layers are refitted after the removal of others and of features, as far as `bridged` has `bridge` and `narrow`. Of
+    hidden states, `width` features stay (`None`: all). Sensitivity is not measured if the share of parameters that is
+    `removed` is `None`. The teacher's outputs are made where the call `compares` models.
     """
     pairs: Any = (draw_pieces if reads_sound(whole.config) else draw_pairs)(whole, options, study)
     if shows_progress() and device.type == "cpu":
@@ -253,7 +264,7 @@ def measure(
         drawn = sample_text(model, whole, options, study, pairs)
     batches, held = hold_out(drawn)
     shorter = model if teacher is whole else copy_model(teacher.model).to(device)
-    if bridges:
+    if "bridge" in bridged:
         bridge(shorter, model, teacher.layers, batches)
         teacher = replace(teacher, model=on_device(shorter, torch.device("cpu")))
     calibration = None
@@ -262,12 +273,22 @@ def measure(
         calibration = Calibration(
             shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
+    maps: Mapping[str, Tensor] = {}
+    if width is not None:
+        streams = find_streams(shorter, calibration, width)
+        maps = output_maps(shorter, streams)
+        teacher = narrow(replace(teacher, model=on_device(shorter, torch.device("cpu"))), streams, calibration)
+        narrow_calibration(calibration, streams, on_device(teacher.model, device))
+        if "narrow" in bridged:
+            narrower = copy_model(teacher.model).to(device)
+            bridge(narrower, model, teacher.layers, batches, maps)
+            teacher = replace(teacher, model=on_device(narrower, torch.device("cpu")))
     sentences = {fingerprint(sentence) for sentence in texts}
     agreed, outputs = batches if held is None else held, []
     if compares and whole.feature_extractor is None:
         translated = pairs is None or "target" not in pairs.column_names
         outputs = greedy_outputs(model, whole, agreed, translated=translated)
-    return Measured(teacher, model, calibration, agreed, outputs, held is not None, sorted(sentences))
+    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, sorted(sentences))
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:
@@ -376,7 +397,8 @@ def fit(
     student.to(measured.whole.device)
     if refits:
         teacher = measured.teacher
-        refit(student, measured.whole, teacher.layers, measured.calibration, coordinates, returns, every=every)
+        given = measured.calibration, coordinates, returns
+        refit(student, measured.whole, teacher.layers, *given, every=every, maps=measured.maps)
     agreement = compare(student, measured.whole, measured.compared, measured.outputs)
     complete(student.to("cpu"), {})
     return errors, replace(agreement, held_out=measured.held_out)

@@ -25,6 +25,7 @@ BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
 LAYERS = ("encoder_layers", "decoder_layers")
 GROUPS = ("encoder_groups", "decoder_groups")
+SHAPES = ("d_model", *LAYERS, *GROUPS, "vocabulary")  # what gets smaller besides the matrices
 
 # Values of a method for attention and feed-forward networks; `auto` leaves both open.
 METHOD_SWITCHES: dict[str, dict[str, Any]] = {
@@ -45,8 +46,8 @@ QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b?)", re.IGNORECASE)
 class CompressionOptions:
     """Options of a compression. At most one of ratio, rank, energy, params and size is set.
 
-    With none of them, the ratio is 2, unless layers, groups, a vocabulary or a pattern are asked for: then only the
-    patterns apply. So it is with a ratio of 1 beside them.
+    With none of them, the ratio is 2, unless features, layers, groups, a vocabulary or a pattern are asked for: then
+    only the patterns apply. So it is with a ratio of 1 beside them.
 
     Raises:
         ValueError: a value is out of its range, or two of them contradict each other.
@@ -98,6 +99,15 @@ class CompressionOptions:
             "Codes that stay in the vocabulary. Default: all.",
             "de_DE,en_XX",
             "Of a multilingual checkpoint, a list or one text; with those of source and target.",
+        ),
+    ] = None
+    d_model: Annotated[
+        str | int | None,
+        Help(
+            "Features of the hidden states to keep, or a share of them: 384, 75%.",
+            "N",
+            "All matrices, tables, norms and positions become narrower, and are refitted to the teacher's outputs. "
+            "A ratio counts from the teacher's width. A multiple of 32, to which a share is rounded down.",
         ),
     ] = None
     encoder_layers: Annotated[
@@ -172,12 +182,15 @@ class CompressionOptions:
         object.__setattr__(self, "languages", _as_tuple(self.languages, ","))
         object.__setattr__(self, "vocabulary", _as_tuple(self.vocabulary, None))
         object.__setattr__(self, "calibration", data_name(self.calibration))
-        if isinstance(self.rank, str) and self.rank.strip().isdecimal():  # as the command line has it
-            object.__setattr__(self, "rank", int(self.rank))
+        for name in ("rank", "d_model"):
+            if isinstance(given := getattr(self, name), str) and given.strip().isdecimal():  # from the command line
+                object.__setattr__(self, name, int(given))
         if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
             raise OptionError(given[0], " needs ", "vocabulary", ": text in these languages, whose tokens stay")
         if self.vocabulary_size is not None and self.vocabulary_size < 1:
             raise OptionError("vocabulary_size", f" is {self.vocabulary_size}, expected 1 or more")
+        if self.d_model is not None and not re.fullmatch(r"[1-9]\d*|\d+(\.\d+)?%", str(self.d_model)):
+            raise OptionError("d_model", f" is {self.d_model!r}, expected a whole number (384) or a share (75%)")
         _check_choice("method", self.method, METHODS)
         if not isinstance(self.pattern or {}, Mapping):
             raise OptionError(
@@ -189,7 +202,7 @@ class CompressionOptions:
             raise OptionError(*join_options(given), " are given, expected one of them")
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
-        if self.method == "paper" and (given := self._given("calibration", *LAYERS, *OTHER_BUDGETS)):
+        if self.method == "paper" and (given := self._given("calibration", "d_model", *LAYERS, *OTHER_BUDGETS)):
             raise OptionError(
                 "method", " is 'paper', but the paper's procedure has no ", given[0], ": remove one of the two"
             )
@@ -234,7 +247,7 @@ class CompressionOptions:
     @property
     def reads_text(self) -> bool:
         """Whether calibration text is needed: matrices become smaller, or layers fewer."""
-        return self.method != "paper" and (self.policy.compresses or bool(self._given(*LAYERS, *GROUPS)))
+        return self.method != "paper" and (self.policy.compresses or bool(self._given("d_model", *LAYERS, *GROUPS)))
 
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
@@ -248,7 +261,7 @@ class CompressionOptions:
     def policy(self) -> RankPolicy:
         """The rule for each matrix. If the budget is not a ratio, the rule of the default ratio 2 stands for it."""
         rules: dict[str, Callable[[Any], RankRule]] = {"ratio": Ratio, "rank": read_rank, "energy": Energy}
-        others = self._given(*LAYERS, *GROUPS, "vocabulary")
+        others = self._given(*SHAPES)
         rules_given = [] if self.ratio == 1 and others else self._given(*rules)  # a ratio of 1 leaves matrices alone
         default = next((rules[name](getattr(self, name)) for name in rules_given), None)
         if default is None and (self._given(*OTHER_BUDGETS) or not (self.pattern or others)):

@@ -7,9 +7,10 @@ the layers that stay learn to do the work of removed ones. In the end the probab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,16 +87,16 @@ def refit(
     returns: Mapping[str, Tensor],
     *,
     every: int = 1,
+    maps: Mapping[str, Tensor],
 ) -> None:
     """Refit a smaller model's layers to the teacher's outputs by least squares, in place, and balance its logits.
 
-    Only `every` so many batches are used.
+    Only `every` so many batches are used. `maps`: see `width.output_maps`, empty unless features were removed.
     """
     store = TensorStore(teacher.device)
     batches = cut_batches(calibration.batches, TOKENS)
-    regression = Regression(
-        student, teacher, depths, batches, store, coordinates, returns, CORRECTED, calibration, every
-    )
+    given = coordinates, returns, 1 if maps else CORRECTED, calibration, every, maps
+    regression = Regression(student, teacher, depths, batches, store, *given)
     regression.run(tuple(depths), "refitting")
     if student.final_logits_bias is not None:
         balance(student, teacher, regression.used, store)
@@ -107,14 +108,22 @@ def thin_out(calibration: Calibration) -> int:
 
 
 @torch.no_grad()
-def bridge(shorter: PreTrainedModel, teacher: PreTrainedModel, depths: Depths, batches: Sequence[Batch]) -> None:
+def bridge(
+    shorter: PreTrainedModel,
+    teacher: PreTrainedModel,
+    depths: Depths,
+    batches: Sequence[Batch],
+    maps: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Refit a teacher with fewer layers so that each also replaces the removed ones, by new tensors in its modules.
 
-    A stack that has all its layers (`depths`) is unchanged, unless it reads the outputs of a shorter one.
+    A stack that has all its layers (`depths`) is unchanged, unless it reads the outputs of a shorter one. So does a
+    teacher with fewer features (`maps`, see `width.output_maps`), in both stacks.
     """
-    stacks = tuple(depths) if len(depths["encoder"]) < len(teacher.get_encoder().layers) else ("decoder",)
+    is_shorter = len(depths["encoder"]) < len(teacher.get_encoder().layers)
+    stacks = tuple(depths) if maps or is_shorter else ("decoder",)
     store = TensorStore(teacher.device)
-    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, {}, share=1)
+    regression = Regression(shorter, teacher, depths, cut_batches(batches, TOKENS), store, {}, {}, share=1, maps=maps)
     regression.run(stacks, "fitting layers")
     if shorter.final_logits_bias is not None:
         balance(shorter, teacher, regression.batches, store)
@@ -143,6 +152,7 @@ class Regression:
     # the student is that model itself, and errors of all outputs have equal weight.
     calibration: Calibration | None = None
     every: int = 1  # only every n-th batch is used
+    maps: Mapping[str, Tensor] = field(default_factory=dict)  # of outputs to fewer features, as of `output_maps`
 
     @property
     def used(self) -> Sequence[Batch]:
@@ -225,7 +235,7 @@ class Regression:
             found = student.inputs(depth, index, [group[0]] if residual is None else [group[0], residual])
             rows = [found[group[0]][mask]]
             for name in group:
-                aim = change_outputs(teacher.output(name, index), self.coordinates.get(name))
+                aim = change_outputs(self._target(teacher, name, index), self.coordinates.get(name))
                 rows.append(aim if residual is None else aim - self.share * found[residual][mask])
             return [WeightedRows.of(each, weights[index], self.device) for each in rows]
 
@@ -234,6 +244,10 @@ class Regression:
             for name, aim in zip(group, aims, strict=True):
                 outputs[name].add(x, aim)
         return inputs, outputs
+
+    def _target(self, teacher: HiddenStates, name: str, index: int) -> Tensor:
+        """Return the teacher's outputs of a module, of those features that the student has."""
+        return change_outputs(teacher.output(name, index), self.maps.get(name))
 
     def _changes(self, name: str) -> bool:
         """Whether there is a norm of that name that is refitted."""
@@ -252,9 +266,11 @@ class Regression:
         def add_up(index: int) -> Tensor:
             mask = student.mask(stream, index)
             if depth is None:
-                outputs = student.result(index)[mask], teacher.result(index)[mask]
+                found = change_outputs(teacher.result(index)[mask], self.maps.get(name))
+                outputs = student.result(index)[mask], found
             else:
-                outputs = norm(student.inputs(depth, index, [name])[name][mask]), teacher.output(name, index)
+                found = norm(student.inputs(depth, index, [name])[name][mask])
+                outputs = found, self._target(teacher, name, index)
             x, y = (output.to(sums.device).double() for output in outputs)
             return torch.stack([x.new_full((x.shape[1],), len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0)])
 

@@ -20,7 +20,7 @@ from ..checkpoints.cards import inherited_metadata
 from ..files import REPORT_FILE, as_kind, read_json, write_json
 from ..loading import tensor_bytes
 from ..results import Result
-from .options import DEFAULT_RATIO, GROUPS, HOW_FAR, LAYERS
+from .options import DEFAULT_RATIO, HOW_FAR, SHAPES
 from .rules import rank_with_sharing, worth_factorizing
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class MatrixReport:
     Attributes:
         name: name of its module, as in `rank_pattern`.
         kind: `embedding`, `attention` or `ffn`.
-        m, n: its shape in the teacher; inputs×outputs, or V×d.
+        m, n: its shape in the teacher, with the features that are kept; inputs×outputs, or V×d.
         form: its form in the result: `dense`, or the `label` of a form in `forms/`.
         size: the number of the form (rank, width, neurons); `None` if the matrix is dense.
         setting: form and size as printed in tables: `dense`, `rank 64`, `heads 39 wide`.
@@ -126,6 +126,7 @@ class CompressionReport(Result):
         calibration: the text on which errors were weighted and layers refitted; `None`: neither was done.
         calibrated_on: fingerprints of its sentences, so that an evaluation can detect them.
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
+        features: features of the hidden states (d_model) of the result and of the source.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one report per stored matrix of the result.
@@ -147,6 +148,7 @@ class CompressionReport(Result):
     options: dict[str, Any]
     calibration: str | None
     calibrated_on: list[str]
+    features: list[int]
     layers: dict[str, list[int]]
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
@@ -212,6 +214,7 @@ class CompressionReport(Result):
             auto_class=facts.auto_class,
             options=chosen,
             calibration=calibration and _without_path(calibration),
+            features=[one.d_model for one in (model.config, teacher.config)],
             layers=layers,
             groups=groups,
             parameters_before=teacher.model.num_parameters(),
@@ -241,7 +244,12 @@ class CompressionReport(Result):
     @property
     def loses(self) -> bool:
         """Whether anything but tokens was removed."""
-        return bool(self.smaller or self.fewer_layers or self.shares)
+        return bool(self.smaller or self.fewer_layers or self.shares or self.fewer_features)
+
+    @property
+    def fewer_features(self) -> bool:
+        """Whether features of the hidden states were removed."""
+        return self.features[:1] != self.features[1:]
 
     @property
     def shares(self) -> bool:
@@ -349,7 +357,7 @@ def read_report(file: Path) -> CompressionReport | None:
         return None
     try:
         # Reports of earlier versions lack these fields.
-        later = {"vocabulary": {}, "processor": {}, "agreement": None, "candidates": {}}
+        later = {"vocabulary": {}, "processor": {}, "agreement": None, "candidates": {}, "features": []}
         report = as_kind(later | content, CompressionReport, "the report")
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
@@ -397,7 +405,7 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             sides = f"{sides} of the source and {target:,} of {of_targets:,} of the target"
         kept, before = sizes["parameters"]
         yield f"The vocabulary keeps {sides}, which alone spares {before - kept:,} parameters."
-    if not report.options.keys() & {*HOW_FAR, *LAYERS, *GROUPS, "pattern", "vocabulary"}:
+    if not report.options.keys() & {*HOW_FAR, *SHAPES, "pattern"}:
         yield f"The ratio is {DEFAULT_RATIO:g}, which is the default: --ratio sets another."
     yield f"Of {len(report.matrices)} matrices: {report.outcome}."
     if len(report.smaller) < len(report.matrices):
@@ -424,6 +432,9 @@ def remarks(report: CompressionReport) -> Iterator[str]:
             f"Errors were weighted on {OWN_TEXT}; --calibration with a thousand sentence pairs, or "
             "sentences, like those it is for keeps more."
         )
+    if report.fewer_features:
+        kept, before = report.features
+        yield f"The hidden states keep {kept} of {before} features (d_model)."
     for stack, (kept, before) in report.fewer_layers.items():
         yield f"The {stack} keeps {kept} of {before} layers."
     for stack, (stored, depths) in report.groups.items():

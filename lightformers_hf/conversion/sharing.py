@@ -62,8 +62,13 @@ def source_names(name: str, source: PreTrainedConfig, target: PreTrainedConfig) 
     return [f"{head}{stack}.layers.{layer}.{rest}" for layer in stored]
 
 
-def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOptions) -> PreTrainedModel:
-    """Skeleton of the result before any matrix gets smaller: dense, its layers in the groups that are asked for."""
+def share_layers(
+    teacher: Teacher, options: CompressionOptions, study: StudyOptions, others: Mapping[str, object] | None = None
+) -> PreTrainedModel:
+    """Skeleton of the result before any matrix gets smaller: dense, its layers in the groups that are asked for.
+
+    `others` are more fields of its configuration.
+    """
     own, fields = teacher.config, {}
     for name in GROUPS:
         if (asked := getattr(options, name)) is not None and not hasattr(own, name):
@@ -94,7 +99,7 @@ def share_layers(teacher: Teacher, options: CompressionOptions, study: StudyOpti
             )
         fields["share_layer_norms"] = study.share_layer_norms
     dense = dict.fromkeys((*own.matrix_fields, "architectures"))
-    return skeleton(type(teacher.model), type(own)(**{**own.to_dict(), **fields, **dense}))
+    return skeleton(type(teacher.model), type(own)(**{**own.to_dict(), **(others or {}), **fields, **dense}))
 
 
 def can_align(teacher: Teacher, dense: PreTrainedModel, options: CompressionOptions) -> bool:
@@ -268,6 +273,7 @@ class Originals:
     calibration: Calibration | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
     bases: dict[str, Bases] = field(default_factory=dict)  # bases of a teacher's module, in which it is merged
+    narrowed: float = 1.0  # features of the hidden states before and after some are removed, as a quotient
     is_truncated_first: bool = False  # low-rank matrices of a group are truncated one by one, before they are merged
     _merged: dict[str, Weight] = field(default_factory=dict)
 

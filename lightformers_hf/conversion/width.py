@@ -1,0 +1,278 @@
+"""A narrower model: hidden states of fewer features (docs/explanation/narrowing.md).
+
+A hidden state x (d) becomes x·A (d'). A (d×d') has orthonormal columns, the principal directions of the hidden states,
+weighted by the sensitivity of the loss (as SliceGPT, Ashkboos et al. 2024). A matrix that writes hidden states becomes
+W·A. One that reads them becomes R·W, with x·A·R the best linear estimate of x on the calibration text.
+
+RMSNorm commutes with rotations, and LayerNorm with those that keep the mean of the features. Gains of norms do not.
+Where only matrices read the output of a norm, they get its gain. Other gains become those of the new features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..checkpoints.teacher import Teacher, reads_sound, replace_model
+from ..loading import stored_tensors
+from ..matrices import product_of
+from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
+from ..models.heads import ConditionalGenerationHead
+from ..models.layers import MultiHeadAttention
+from ..options import OptionError
+from .forms import split_widths
+from .moments import INPUT_DAMPING, damped_root
+from .sensitivity import Calibration, stream_of
+from .sharing import STACKS, change_basis, find_matrices
+
+UNIT = 32  # features in a block of int4, of ONNX
+TABLES, WRITERS = ("shared", "embed_tokens"), ("out_proj", "fc2")
+
+
+def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
+    """Return the number of features that the option `d_model` keeps; `None` for all.
+
+    Raises `ValueError` if the teacher has fewer, cannot be narrowed, or engines need another number.
+    """
+    if asked is None:
+        return None
+    config, name = teacher.config, teacher.name
+    if reads_sound(config) or not isinstance(teacher.model, ConditionalGenerationHead):
+        raise OptionError("d_model", f" is for sequence-to-sequence models of text, which {name} is not: remove it")
+    fields = ("encoder_groups", "decoder_groups", *config.matrix_fields, "joint_qkv")
+    held = [field for field in fields if getattr(config, field, None)]
+    if not isinstance(config, LightFormerConfig) or held or not config.attention_output_projection:
+        raise OptionError(
+            "d_model",
+            f" is {asked}, but layers of {name} are shared or factorized already"
+            f" ({', '.join(held) or config.model_type}): convert its own teacher with all options together",
+        )
+    d, unit = config.d_model, math.gcd(config.d_model, UNIT)
+    text = str(asked)
+    width = max(unit, int(d * float(text[:-1]) / 100) // unit * unit) if text.endswith("%") else int(text)
+    if width > d:
+        raise OptionError("d_model", f" is {asked}, but {name} has {d} features: give {d} at most")
+    if width % unit:
+        below = width // unit * unit
+        near = " or ".join(str(one) for one in (below, below + unit) if one)
+        raise OptionError(
+            "d_model", f" is {asked}, expected a multiple of {unit}, by which int4 rounds features: give {near}"
+        )
+    return None if width == d else width
+
+
+def narrow_fields(model: PreTrainedModel, width: int) -> dict[str, object]:
+    """Return the fields of a configuration with fewer features, whose heads and networks are as wide as before."""
+    modules = model.named_modules()
+    before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
+    fields = dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, {}), strict=True))
+    if model.config.position_embedding_type not in RELATIVE_POSITIONS:
+        fields["position_embedding_type"] = "learned"  # sinusoids depend on the width
+    return {**fields, "d_model": width}
+
+
+# Gains of norms ------------------------------------------------------------------------------------------------------
+def norm_before(name: str) -> str:
+    """Return the norm in front of a linear layer of a pre-norm model, or of the output layer."""
+    path, _, part = name.rpartition(".")
+    if name == "lm_head":
+        return "model.decoder.layer_norm"
+    if part in ("fc1", "fc_gate"):
+        return f"{path}.final_layer_norm"
+    return "model.encoder.layer_norm" if stream_of(name) == "source" and "decoder" in name else f"{path}_layer_norm"
+
+
+@torch.no_grad()
+def fold_norms(teacher: Teacher) -> Teacher:
+    """Return a teacher with the same outputs, whose norms have neither gain nor bias: the matrices behind have them.
+
+    The last norm of a model whose output layer is its token table keeps both, and so do norms of a post-norm model.
+    """
+    config, stored = teacher.config, stored_tensors(teacher.model)
+    if not config.normalize_before or not (config.use_bias or config.normalization == "rms_norm"):
+        return teacher
+    tensors, folded = dict(stored), set()
+    for name, kind in find_matrices(teacher.model):
+        if name.endswith((*TABLES, *WRITERS)) or (kind == "embedding" and config.tie_word_embeddings):
+            continue
+        weight, bias = f"{name}.weight", "final_logits_bias" if name == "lm_head" else f"{name}.bias"
+        norm = norm_before(name)
+        folded.add(norm)
+        tensors[weight] = stored[weight] * stored[f"{norm}.weight"]
+        if bias in stored and f"{norm}.bias" in stored:  # scores do not depend on a bias of all keys
+            tensors[bias] = stored[bias] + stored[weight] @ stored[f"{norm}.bias"]
+    for norm in folded:
+        tensors |= {
+            f"{norm}.{leaf}": fill(stored[f"{norm}.{leaf}"])
+            for leaf, fill in (("weight", torch.ones_like), ("bias", torch.zeros_like))
+            if f"{norm}.{leaf}" in stored
+        }
+    return replace_model(teacher, config, tensors)
+
+
+# Which directions ----------------------------------------------------------------------------------------------------
+def find_streams(model: PreTrainedModel, calibration: Calibration, width: int) -> dict[str, Tensor]:
+    """Return {stack: A (d×d')} for the hidden states of both stacks, one for both if they share the token table."""
+    moments = dict.fromkeys(STACKS, torch.zeros((), dtype=torch.float64))
+    for name in [name for name, _ in find_matrices(model) if not name.endswith((*TABLES, *WRITERS, "lm_head"))]:
+        gradients = calibration.gradients([name])
+        matrix = product_of(model.get_submodule(name), torch.float64, gradients.device)
+        importance = _importance(*calibration.inputs([name]), matrix @ gradients @ matrix.T)
+        moments[_read_stack(name)] = moments[_read_stack(name)] + importance
+    weights = calibration.moments["lm_head"].vectors["squares"].double() / calibration.target_tokens
+    table = product_of(model.lm_head, torch.float64, weights.device)
+    table = table - (weights @ table) / weights.sum()
+    importance = _importance(*calibration.inputs(["lm_head"]), table.T @ (weights[:, None] * table))
+    moments["decoder"] = moments["decoder"] + importance
+    if model.config.share_encoder_decoder_embeddings:
+        moments = dict.fromkeys(STACKS, moments["encoder"] + moments["decoder"])
+    has_mean = model.config.normalization == "layer_norm"
+    return {stack: principal_directions(moment, width, keep_mean=has_mean).cpu() for stack, moment in moments.items()}
+
+
+def _importance(second: Tensor, mean: Tensor, gradients: Tensor) -> Tensor:
+    """Return the importance of directions of an input: C and H, each relative to its trace, times tr(C·H).
+
+    C is the covariance of the input, H the second moment of the gradient there. Without any input the cost is tr(C·H).
+    """
+    covariance = second - torch.outer(mean, mean)
+    cost = (covariance * gradients).sum()
+    traces = covariance.trace(), gradients.trace()
+    return cost * (covariance / traces[0] + gradients / traces[1]) if min(traces) > 0 else torch.zeros_like(covariance)
+
+
+def principal_directions(moment: Tensor, width: int, *, keep_mean: bool) -> Tensor:
+    """Return A (d×d'), an orthonormal basis of the directions with the largest sums of squares.
+
+    With `keep_mean` one of them is that of the mean, and the mean of x·A is that of x but for a constant factor.
+    """
+    size = len(moment)
+    if not keep_mean:
+        return torch.linalg.eigh(moment).eigenvectors[:, size - width :]
+    ones = moment.new_full((size, 1), size**-0.5)
+    centre = torch.eye(size).to(moment) - ones @ ones.T
+    vectors = torch.linalg.eigh(centre @ moment @ centre - ones @ ones.T).eigenvectors  # the ones come first
+    basis = torch.cat([ones, vectors[:, size - width + 1 :]], 1)
+    # A reflection that takes the first of d' axes to the direction of their mean.
+    normal = moment.new_full((width,), -(width**-0.5))
+    normal[0] += 1
+    return basis - 2 * torch.outer(basis @ normal, normal) / normal.square().sum() if width > 1 else basis
+
+
+def _read_stack(name: str) -> str:
+    """Return the stack whose hidden states a matrix reads."""
+    return "encoder" if stream_of(name) == "source" else "decoder"
+
+
+# The narrower model --------------------------------------------------------------------------------------------------
+def _last_norm(config: PreTrainedConfig) -> str:
+    """Return the name of the norm in front of the output layer."""
+    layer = "" if config.final_layer_norm else f"layers.{config.decoder_layers - 1}.final_"
+    return f"model.decoder.{layer}layer_norm"
+
+
+def _scales(config: PreTrainedConfig, width: int) -> tuple[float, float]:
+    """Return factors of the token tables and of the last norm, because models multiply by roots of their width."""
+    stretch = (config.d_model / width) ** 0.5
+    table = stretch if config.scale_embedding else 1.0
+    output = (1 / stretch if config.scale_output else 1.0) / (table if config.tie_word_embeddings else 1.0)
+    return table, output
+
+
+def output_maps(model: PreTrainedModel, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return {module: its outputs in fewer features (1×d×d')} of every norm and every matrix that writes them.
+
+    The output of a norm with gain D is to be x·D·A. In a post-norm model, the new gain multiplies the sum of a
+    matrix's output and the hidden state, which is therefore to be x·D·A / the new gain.
+    """
+    maps = {}
+    for name, _ in model.named_modules():
+        if not name.endswith((*WRITERS, "layer_norm", "layernorm_embedding")):
+            continue
+        basis = streams["encoder" if name.startswith("model.encoder.") else "decoder"]
+        if name.endswith(WRITERS) and not model.config.normalize_before:
+            path, _, part = name.rpartition(".")
+            norm = f"{path}.final_layer_norm" if part == "fc2" else f"{path}_layer_norm"
+            gain = model.get_submodule(norm).weight.to(basis)
+            basis = gain[:, None] * basis / (gain @ basis.square())
+        maps[name] = basis[None]
+    last = _last_norm(model.config)
+    maps[last] = maps[last] * _scales(model.config, streams["decoder"].shape[1])[1]
+    return maps
+
+
+@torch.no_grad()
+def narrow(teacher: Teacher, streams: Mapping[str, Tensor], calibration: Calibration | None = None) -> Teacher:
+    """Return a teacher whose hidden states x are x·A, {stack: A}. Without calibration, R is Aᵀ."""
+    model, config, stored = teacher.model, teacher.config, stored_tensors(teacher.model)
+    width, linear = streams["encoder"].shape[1], dict(find_matrices(model))
+    table, output = _scales(config, width)
+    tensors = dict(stored)
+    for name, tensor in stored.items():
+        module, _, leaf = name.rpartition(".")
+        basis = streams["encoder" if name.startswith(("model.encoder.", "model.shared.")) else "decoder"].to(tensor)
+        if module.endswith(TABLES):
+            tensors[name] = tensor @ basis * table
+        elif module.endswith("embed_positions"):
+            tensors[name] = tensor @ basis
+        elif module.endswith(("layer_norm", "layernorm_embedding")):
+            new = tensor @ (basis if leaf == "bias" else basis.square())
+            if config.normalization == "rms_norm":
+                new = new * (config.d_model / width) ** 0.5
+            tensors[name] = new * output if module == _last_norm(config) else new
+        elif module.endswith(WRITERS):
+            tensors[name] = basis.T @ tensor if leaf == "weight" else tensor @ basis
+        elif module in linear and leaf == "weight":
+            bias = "final_logits_bias" if module == "lm_head" else f"{module}.bias"
+            found = estimate_from(streams[_read_stack(module)], calibration, module, has_bias=bias in stored)
+            estimate, shift = (one.to(tensor) for one in found)
+            tensors[name] = tensor @ estimate.T
+            if module == "lm_head":
+                tensors[name] /= output
+            if bias in stored:
+                tensors[bias] = stored[bias] + tensor @ shift
+    if "lm_head" not in linear and calibration is not None and "final_logits_bias" in stored:  # of removed directions
+        mean, basis = (
+            one.to(tensors["final_logits_bias"]) for one in (calibration.inputs(["lm_head"])[1], streams["decoder"])
+        )
+        tensors["final_logits_bias"] = stored["final_logits_bias"] + model.lm_head(mean - mean @ basis @ basis.T)
+    for stack in STACKS:
+        positions = getattr(model.model, stack).embed_positions
+        if hasattr(positions, "table"):
+            tensors[f"model.{stack}.embed_positions.weight"] = positions.table @ streams[stack].to(positions.table)
+    fields = narrow_fields(model, width)
+    return replace_model(teacher, type(config)(**{**config.to_dict(), **fields}), tensors)
+
+
+def estimate_from(
+    basis: Tensor, calibration: Calibration | None, name: str, *, has_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Return R (d'×d) and a shift (d) so that x·A·R + shift is the best estimate of the inputs x of a module."""
+    basis = basis.double()
+    if calibration is None:
+        return basis.T, basis.new_zeros(len(basis))
+    second, mean = (one.to(basis.device) for one in calibration.inputs([name]))
+    mean = mean if has_bias else torch.zeros_like(mean)
+    covariance = second - torch.outer(mean, mean)
+    root = damped_root(basis.T @ covariance @ basis, INPUT_DAMPING)
+    estimate = torch.cholesky_solve(basis.T @ covariance, root)
+    return estimate, mean - mean @ basis @ estimate
+
+
+def narrow_calibration(calibration: Calibration, streams: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """Turn the moments of a teacher, in place, into those of the narrower `model` that was made of it."""
+    table, output = _scales(calibration.model.config, streams["encoder"].shape[1])
+    for name, moments in calibration.moments.items():
+        if name.endswith((*TABLES, *WRITERS)):
+            basis = streams["encoder" if name.startswith("model.encoder.") else "decoder"]
+            basis = basis / table if name.endswith(TABLES) else basis
+            moments.replace("gradients", change_basis(moments.gradients, basis, basis))
+        else:
+            basis = streams[_read_stack(name)] * (output if name == "lm_head" else 1.0)
+            moments.replace("inputs", change_basis(moments.inputs, basis, basis))
+            moments.vectors["mean"] = change_basis(moments.vectors["mean"], basis)
+    calibration.model = model
