@@ -1,4 +1,4 @@
-"""Pipeline of a conversion: load → trim → shorten → share → bridge → measure → choose → fit → write."""
+"""Pipeline of a conversion: load → trim → shorten → share → bridge → measure → narrow → choose → fit → write."""
 
 from __future__ import annotations
 

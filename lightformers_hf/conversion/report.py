@@ -126,7 +126,6 @@ class CompressionReport(Result):
         calibration: the text on which errors were weighted and layers refitted; `None`: neither was done.
         calibrated_on: fingerprints of its sentences, so that an evaluation can detect them.
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
-        features: features of the hidden states (d_model) of the result and of the source.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.
         matrices: one report per stored matrix of the result.
@@ -137,6 +136,7 @@ class CompressionReport(Result):
         languages: the remaining language codes, if some were removed.
         candidates: the models that were compared, if several were: {method: its predicted `cost`, and the `divergence`
             in nats a token of a model that was made with a part of the text}. A plan predicts the cost alone.
+        features: features of the hidden states (d_model) of the result and of the source; not in older reports.
         processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
         inherited: metadata from the source's card: licence, languages, task, its name on the Hub.
     """
@@ -148,7 +148,6 @@ class CompressionReport(Result):
     options: dict[str, Any]
     calibration: str | None
     calibrated_on: list[str]
-    features: list[int]
     layers: dict[str, list[int]]
     groups: dict[str, list[int]]
     matrices: list[MatrixReport]
@@ -161,6 +160,7 @@ class CompressionReport(Result):
     vocabulary: dict[str, list[int]] = field(default_factory=dict)
     languages: list[str] = field(default_factory=list)
     candidates: dict[str, dict[str, float]] = field(default_factory=dict)
+    features: list[int] = field(default_factory=list)
     processor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
