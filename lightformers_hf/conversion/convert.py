@@ -37,7 +37,7 @@ from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport,
 from .sensitivity import Batch, Calibration
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
 from .vocabulary import choose_tokens
-from .width import find_streams, find_width, fold_norms, narrow, narrow_calibration, narrow_fields, output_maps
+from .width import find_width, fold_norms, narrow_fields, remove_features
 from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
 
 # A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
@@ -273,18 +273,16 @@ def measure(
         calibration = Calibration(
             shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
+    agreed = batches if held is None else held
     maps: Mapping[str, Tensor] = {}
     if width is not None:
-        streams = find_streams(shorter, calibration, width)
-        maps = output_maps(shorter, streams)
-        teacher = narrow(replace(teacher, model=on_device(shorter, torch.device("cpu"))), streams, calibration)
-        narrow_calibration(calibration, streams, on_device(teacher.model, device))
+        teacher, maps = remove_features(teacher, model, calibration, width, agreed)
         if "narrow" in bridged:
             narrower = copy_model(teacher.model).to(device)
             bridge(narrower, model, teacher.layers, batches, maps)
             teacher = replace(teacher, model=on_device(narrower, torch.device("cpu")))
     sentences = {fingerprint(sentence) for sentence in texts}
-    agreed, outputs = batches if held is None else held, []
+    outputs: Sequence[Batch] = []
     if compares and whole.feature_extractor is None:
         translated = pairs is None or "target" not in pairs.column_names
         outputs = greedy_outputs(model, whole, agreed, translated=translated)

@@ -55,7 +55,7 @@ class CompressionOptions:
 
     ratio: Annotated[
         float | None,
-        Help("Dense / kept parameters of the matrices. Default: 2.", "P", "p of Eq. 12, of all together; above 1."),
+        Help("Dense / kept parameters of matrices. Default: 2.", "P", "p of Eq. 12, of all together; above 1."),
     ] = None
     params: Annotated[str | None, Help("Instead: parameters of the compressed model at most.", "20M")] = None
     size: Annotated[str | None, Help("Instead: bytes of its weights at most.", "40MB")] = None
@@ -104,7 +104,7 @@ class CompressionOptions:
     d_model: Annotated[
         str | int | None,
         Help(
-            "Features of the hidden states to keep, or a share of them: 384, 75%.",
+            "Features of the model to keep: 384, 75%.",
             "N",
             "All matrices, tables, norms and positions become narrower, and are refitted to the teacher's outputs. "
             "A ratio counts from the teacher's width. A multiple of 32, to which a share is rounded down.",

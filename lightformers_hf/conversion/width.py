@@ -11,13 +11,14 @@ Where only matrices read the output of a norm, they get its gain. Other gains be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoints.teacher import Teacher, reads_sound, replace_model
+from ..checkpoints.teacher import Teacher, copy_model, on_device, reads_sound, replace_model
 from ..loading import stored_tensors
 from ..matrices import product_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
@@ -26,7 +27,8 @@ from ..models.layers import MultiHeadAttention
 from ..options import OptionError
 from .forms import split_widths
 from .moments import INPUT_DAMPING, damped_root
-from .sensitivity import Calibration, stream_of
+from .refit import bridge, compare, thin_out
+from .sensitivity import Batch, Calibration, stream_of
 from .sharing import STACKS, change_basis, find_matrices
 
 UNIT = 32  # features in a block of int4, of ONNX
@@ -115,23 +117,31 @@ def fold_norms(teacher: Teacher) -> Teacher:
 
 
 # Which directions ----------------------------------------------------------------------------------------------------
-def find_streams(model: PreTrainedModel, calibration: Calibration, width: int) -> dict[str, Tensor]:
-    """Return {stack: A (d×d')} for the hidden states of both stacks, one for both if they share the token table."""
-    moments = dict.fromkeys(STACKS, torch.zeros((), dtype=torch.float64))
+def find_streams(model: PreTrainedModel, calibration: Calibration, width: int) -> list[dict[str, Tensor]]:
+    """Return candidates, {stack: A (d×d')} of its hidden states: principal directions, and the best features alone.
+
+    Features are for models whose norms keep gains. Stacks that share the token table have the same A.
+    """
+    config, sums = model.config, dict.fromkeys(STACKS, torch.zeros((), dtype=torch.float64))
     for name in [name for name, _ in find_matrices(model) if not name.endswith((*TABLES, *WRITERS, "lm_head"))]:
         gradients = calibration.gradients([name])
         matrix = product_of(model.get_submodule(name), torch.float64, gradients.device)
         importance = _importance(*calibration.inputs([name]), matrix @ gradients @ matrix.T)
-        moments[_read_stack(name)] = moments[_read_stack(name)] + importance
+        sums[_read_stack(name)] = importance + sums[_read_stack(name)].to(importance.device)
     weights = calibration.moments["lm_head"].vectors["squares"].double() / calibration.target_tokens
     table = product_of(model.lm_head, torch.float64, weights.device)
     table = table - (weights @ table) / weights.sum()
-    importance = _importance(*calibration.inputs(["lm_head"]), table.T @ (weights[:, None] * table))
-    moments["decoder"] = moments["decoder"] + importance
-    if model.config.share_encoder_decoder_embeddings:
-        moments = dict.fromkeys(STACKS, moments["encoder"] + moments["decoder"])
-    has_mean = model.config.normalization == "layer_norm"
-    return {stack: principal_directions(moment, width, keep_mean=has_mean).cpu() for stack, moment in moments.items()}
+    sums["decoder"] += _importance(*calibration.inputs(["lm_head"]), table.T @ (weights[:, None] * table))
+    if config.share_encoder_decoder_embeddings:
+        sums = dict.fromkeys(STACKS, sums["encoder"] + sums["decoder"])
+    directions, features = {}, {}
+    for stack, importance in sums.items():
+        has_mean = config.normalization == "layer_norm"
+        directions[stack] = principal_directions(importance, width, keep_mean=has_mean).cpu()
+        kept = importance.diagonal().topk(width).indices.sort().values
+        features[stack] = torch.eye(len(importance), dtype=torch.float64)[:, kept.cpu()]
+    is_exact = config.normalize_before and not config.tie_word_embeddings and not config.layernorm_embedding
+    return [directions] if is_exact else [directions, features]
 
 
 def _importance(second: Tensor, mean: Tensor, gradients: Tensor) -> Tensor:
@@ -140,9 +150,10 @@ def _importance(second: Tensor, mean: Tensor, gradients: Tensor) -> Tensor:
     C is the covariance of the input, H the second moment of the gradient there. Without any input the cost is tr(C·H).
     """
     covariance = second - torch.outer(mean, mean)
-    cost = (covariance * gradients).sum()
     traces = covariance.trace(), gradients.trace()
-    return cost * (covariance / traces[0] + gradients / traces[1]) if min(traces) > 0 else torch.zeros_like(covariance)
+    if not min(traces) > 0:
+        return torch.zeros_like(covariance)
+    return (covariance * gradients).sum() * (covariance / traces[0] + gradients / traces[1])
 
 
 def principal_directions(moment: Tensor, width: int, *, keep_mean: bool) -> Tensor:
@@ -276,3 +287,27 @@ def narrow_calibration(calibration: Calibration, streams: Mapping[str, Tensor], 
             moments.replace("inputs", change_basis(moments.inputs, basis, basis))
             moments.vectors["mean"] = change_basis(moments.vectors["mean"], basis)
     calibration.model = model
+
+
+def remove_features(
+    teacher: Teacher, whole: PreTrainedModel, calibration: Calibration, width: int, compared: Sequence[Batch]
+) -> tuple[Teacher, dict[str, Tensor]]:
+    """Return a teacher with `width` features, and its `output_maps`; `calibration` becomes that of the new one.
+
+    Of several candidates it is the one whose predictions on the `compared` batches are nearest to those of the `whole`
+    teacher, after a refit on a part of the text.
+    """
+    best: tuple[float, Any] = torch.inf, None
+    candidates = find_streams(calibration.model, calibration, width)
+    for streams in candidates:
+        narrower, maps = narrow(teacher, streams, calibration), output_maps(teacher.model, streams)
+        divergence = 0.0
+        if len(candidates) > 1:
+            trial = copy_model(narrower.model).to(whole.device)
+            bridge(trial, whole, teacher.layers, calibration.batches[:: thin_out(calibration)], maps)
+            divergence = compare(trial, whole, compared).divergence or 0.0
+        if divergence < best[0]:
+            best = divergence, (streams, narrower, maps)
+    streams, narrower, maps = best[1]
+    narrow_calibration(calibration, streams, on_device(narrower.model, whole.device))
+    return narrower, maps

@@ -95,7 +95,7 @@ def test_all_directions_are_the_teacher_itself(name):
     rotated = fold_norms(teacher)
     torch.testing.assert_close(logits(rotated.model), logits(teacher.model))
     calibration = calibrate(rotated.model)
-    streams = find_streams(rotated.model, calibration, 64)
+    streams = find_streams(rotated.model, calibration, 64)[0]
     assert all((one - torch.eye(64)).abs().max() > 0.1 for one in streams.values())
     for known in (None, calibration):
         found = narrow(rotated, streams, known).model
@@ -107,7 +107,7 @@ def test_moments_are_those_of_the_narrower_model(name):
     """Measured again, where nothing is lost."""
     teacher = fold_norms(read(make_model(name)))
     calibration = calibrate(teacher.model)
-    streams = find_streams(teacher.model, calibration, 64)
+    streams = find_streams(teacher.model, calibration, 64)[0]
     rotated = narrow(teacher, streams).model
     narrow_calibration(calibration, streams, rotated)
     expected = calibrate(rotated)
@@ -153,11 +153,31 @@ def test_measured_directions_are_nearer_than_any(name, monkeypatch):
     assert (light.config.d_model, light.config.head_dim) == (32, 16)
     assert {light.model.encoder.layers[0].fc1.in_features, light.lm_head.in_features} == {32}
 
-    def random_directions(moment, width, *, keep_mean):
-        return principal_directions(torch.diag(torch.rand(len(moment))).to(moment), width, keep_mean=keep_mean)
+    measured = module.find_streams
 
-    monkeypatch.setattr(module, "principal_directions", random_directions)
+    def find_random(*arguments):
+        streams = measured(*arguments)[0]
+        torch.manual_seed(2)
+        moment = torch.diag(torch.rand(64, dtype=torch.float64))
+        return [dict.fromkeys(streams, principal_directions(moment, 32, keep_mean=name == "marian"))]
+
+    monkeypatch.setattr(module, "find_streams", find_random)
     assert found < 0.6 * divergence(teacher, d_model=32)[0]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_features_stay_where_gains_differ(differ, monkeypatch):
+    """Rotated hidden states would have other gains; features alone lose more where they all have the same."""
+    teacher, gains = make_model(), (1.5 * torch.randn(64)).exp()
+    for one, weight in teacher.named_parameters():
+        if differ and one.endswith("norm.weight"):
+            weight.copy_(torch.randn(64).exp())
+    chosen = []
+    monkeypatch.setattr(
+        module, "narrow_calibration", lambda *given: (chosen.append(given[1]), narrow_calibration(*given))
+    )
+    plan(teacher, d_model=32, progress=False)
+    assert (chosen[0]["encoder"].unique().numel() == 2) == differ
 
 
 @pytest.mark.parametrize("name", ["marian", "t5"])
