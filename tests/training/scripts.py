@@ -1,6 +1,10 @@
 """Options of a script as it gets them, and what its run has left."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 
 def command(base, **changes):
@@ -21,3 +25,12 @@ def losses(folder):
     """The training losses of a run, in order."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def run_on_two(script, words):
+    """What a script prints that runs on two processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(script).parents[1])}
+    done = subprocess.run([*launch, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -2,17 +2,13 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import build_tokenizer
 import numpy as np
 import pytest
 import run_clm as script
 import torch
-from training.scripts import command, losses
+from training.scripts import command, losses, run_on_two
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LIGHTFORMER = {
@@ -160,12 +156,9 @@ def test_two_processes_measure_what_one_does(base, tmp_path):
     script.main(command(base))
     evaluation = command(base, config_name=None, train_file=None, model_name_or_path=tmp_path / "out")
     evaluation[evaluation.index("--output-dir") + 1] = str(tmp_path / "two")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.__file__]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(script.__file__).parents[1])}
-    done = subprocess.run(launch + evaluation, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed = run_on_two(script.__file__, evaluation)
     assert results(tmp_path / "two")["test_loss"] == pytest.approx(results(tmp_path / "out")["test_loss"], rel=1e-6)
-    assert done.stdout.count("Summary") == 1
+    assert printed.count("Summary") == 1
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,6 @@ import gzip
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import build_tokenizer
 import numpy as np
@@ -19,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
 from tiny import sizes
-from training.scripts import command, losses
+from training.scripts import command, losses, run_on_two
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 MASK = -1
@@ -227,10 +223,7 @@ def test_two_processes_share_the_blocks(base, tmp_path):
     base = base | {"model.dropout": 0.0}
     script.main(command(base, per_device_train_batch_size=4, max_steps=6))
     halves = command(base, per_device_train_batch_size=2, max_steps=6, output_dir=tmp_path / "two")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(script.__file__).parents[1])}
-    done = subprocess.run([*launch, script.__file__, *halves], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_on_two(script.__file__, halves)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "out"), rel=1e-4)
 
 

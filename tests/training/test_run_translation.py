@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import sizes
-from training.scripts import command, losses
+from training.scripts import command, losses, run_on_two
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, translate
@@ -230,15 +228,12 @@ def test_two_processes_compute_what_one_does_with_accumulation(base, tiny_marian
     options |= {"teacher": tiny_marian, "hidden_weight": 0.5}
     one = command(options, gradient_accumulation_steps=2)
     two = command(options, output_dir=tmp_path / "two")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
     script.main(one)
-    done = subprocess.run(launch + two, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed = run_on_two(SCRIPT, two)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "out"), rel=1e-4)
     scores = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("out", "two")]
     assert scores[0]["eval_bleu"] == pytest.approx(scores[1]["eval_bleu"])
-    assert done.stdout.count("Summary") == 1
+    assert printed.count("Summary") == 1
 
 
 @pytest.mark.parametrize(
