@@ -34,7 +34,6 @@ from .arguments import PushArguments
 from .checkpoints.cards import MARK
 from .conversion.card import evaluation_results, model_card, read_results, result_files
 from .conversion.report import ModelFacts, read_report
-from .deprecated import renamed_arguments, warn_renamed
 from .files import CARD_FILE, EXPORT_FILE, MANIFEST_FILE, PAGE_FILE, RECORD_FILE, REPORT_FILE, STATE_FILE, read_json
 from .in_memory import on_disk
 from .loading import load_pretrained, load_skeleton, stored_tensors
@@ -77,12 +76,6 @@ class Push(Result):
     commit: str  # its hash, which pins the model: `from_pretrained(name, revision=commit)`
     kind: str = "checkpoint"  # or `model` of another program, or `space`
 
-    @property
-    def oid(self) -> str:
-        """The name of `commit` in version 0.1."""
-        warn_renamed("oid", "commit")
-        return self.commit
-
     def parts(self) -> list[str]:
         """Return where the model is, and how it is loaded."""
         if self.kind != "checkpoint":
@@ -94,7 +87,6 @@ class Push(Result):
         ]
 
 
-@renamed_arguments(folder="model")
 @takes(PushArguments)
 def push_to_hub(call: PushArguments) -> Push:
     """Push a checkpoint of this package to the Hub: weights, configurations, tokenizer, code, report and model card.

@@ -16,7 +16,6 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import lightformers_hf as lf
 from lightformers_hf.evaluation import comparison
-from lightformers_hf.evaluation.evaluate import evaluate_model
 from lightformers_hf.evaluation.speed import speed_of
 from lightformers_hf.options import options_of
 from lightformers_hf.results import Result
@@ -198,15 +197,3 @@ def test_threads_load_one_after_another(tiny_marian):
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(lambda _: lf.translate(["Ein Hund."], tiny_marian), range(8)))
     assert outputs == [lf.translate(["Ein Hund."], tiny_marian)] * 8
-
-
-def test_old_names_work_and_warn(tiny_marian, workplace):
-    with pytest.warns(DeprecationWarning, match=r"'source' of plan\(\) .* use 'model'"):
-        assert lf.plan(source=tiny_marian, **FAST).parameters_after
-    with pytest.warns(DeprecationWarning, match="use lightformers_hf.evaluate"):
-        found = evaluate_model(str(tiny_marian), "test.jsonl", source="de", target="en", speed=False)
-    assert found.sentences == 10
-    with pytest.warns(DeprecationWarning, match="use 'model'"):
-        assert lf.load_engine(folder=tiny_marian).name == "transformers"
-    with pytest.warns(DeprecationWarning, match="source"), pytest.raises(TypeError, match="both 'model' and 'source'"):
-        lf.plan(source=tiny_marian, model=tiny_marian)

@@ -179,10 +179,10 @@ def test_strangers_load_run_and_train_what_was_pushed(hub, light, parallel_sente
 
     model, folder = make_model("ConditionalGeneration", "lightformer"), tmp_path / "models" / "changing"
     model.save_pretrained(folder)
-    pinned = push_to_hub(folder, "changing").oid
+    pinned = push_to_hub(folder, "changing").commit
     task("alice/changing", "ConditionalGeneration", model, revision=pinned)
     (folder / "heads.py").write_text("raise RuntimeError('the code of a later commit')\n")
-    assert push_to_hub(folder, "changing").oid != pinned
+    assert push_to_hub(folder, "changing").commit != pinned
 
     push_to_hub(folder.parent / "lightformer-private-norms-Model", "secret", private=True)
     secret = make_model("Model", "lightformer-private-norms")
@@ -241,7 +241,7 @@ def test_what_lies_in_the_repository(hub, copy):
     commit = push_to_hub(copy, "light", message="First")
     repository = hub.repositories["alice/light"]
     assert repository.messages == ["initial commit", "First"]
-    assert commit.oid == repository.branches["main"]
+    assert commit.commit == repository.branches["main"]
     assert not repository.private
     files = repository.files
     names = {name for name in files if not name.endswith(".py")} - {".gitattributes"}
@@ -289,20 +289,20 @@ def test_a_push_replaces_the_last_one(hub, copy, light):
     assert not any(name.startswith("model-") or name.endswith(".index.json") for name in repository.files)
     assert weights(repository).keys() == load_file(light / "model.safetensors").keys()
     uploads = len(hub.uploads)
-    assert push_to_hub(light, "light").oid == third.oid
+    assert push_to_hub(light, "light").commit == third.commit
     assert len(hub.uploads) == uploads
-    assert list(repository.commits)[1:] == [first.oid, second.oid, third.oid]
+    assert list(repository.commits)[1:] == [first.commit, second.commit, third.commit]
 
 
 def test_a_branch(hub, copy, light):
-    main = push_to_hub(light, "light").oid
+    main = push_to_hub(light, "light").commit
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"dropout": 0.5}))
     for _ in range(2):
         commit = push_to_hub(copy, "light", revision="trials/dropout")
     repository = hub.repositories["alice/light"]
-    assert repository.branches == {"main": main, "trials/dropout": commit.oid}
-    assert json.loads(repository.commits[commit.oid]["config.json"])["dropout"] == 0.5
+    assert repository.branches == {"main": main, "trials/dropout": commit.commit}
+    assert json.loads(repository.commits[commit.commit]["config.json"])["dropout"] == 0.5
     with pytest.raises(ValueError, match="give the name of a branch"):
         push_to_hub(copy, "light", revision=main)
 
@@ -402,7 +402,7 @@ def test_a_hub_without_xet(hub, light, monkeypatch):
     with pytest.raises(ConnectionError, match=r"does not speak Xet.*HF_HUB_DISABLE_XET=1"):
         push_to_hub(light, "light")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    assert push_to_hub(light, "light").oid == hub.repositories["alice/light"].branches["main"]
+    assert push_to_hub(light, "light").commit == hub.repositories["alice/light"].branches["main"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -413,7 +413,7 @@ def test_a_network_cut_at_the_commit(hub, light, when):
     repository, sent = hub.repositories["alice/light"], list(hub.uploads)
     assert len(repository.commits) == (1 if when == "before" else 2)
     hub.cut_commit = None
-    assert push_to_hub(light, "light").oid == repository.branches["main"]
+    assert push_to_hub(light, "light").commit == repository.branches["main"]
     assert len(repository.commits) == 2
     assert hub.uploads == sent
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..deprecated import MOVED_COMMANDS, current_words
 from ..files import check_file, is_full_disk, json_text, write_whole
 from ..options import OptionError
 from ..results import Result, print_parts
@@ -28,6 +27,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
+# {command, or word after `benchmark`, of an earlier version: the script of the repository that replaces it}.
+MOVED_COMMANDS = {
+    "analyze": "analyze.py",
+    "architectures": "benchmark_architectures.py",
+    "conversion": "benchmark_conversion.py",
+    "parameters": "count_parameters.py",
+}
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,6 @@ class Command(click.Command):
         self.shared = {"help", *(each.name for each in shared)}
         settings = {"help": text, "short_help": re.split(r"\.(?=\s|$)", text)[0], "params": [*parameters, *shared]}
         super().__init__(function.__name__, context_settings=SETTINGS, **settings)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words after options of earlier versions were replaced."""
-        words, warnings = current_words(str(self.name), args)
-        for warning in warnings if not {"-q", "--quiet"} & {*args} else ():
-            click.echo(f"{click.style('warning:', fg='yellow')} {warning}", err=True)
-        return super().parse_args(ctx, words)
 
     def invoke(self, ctx: click.Context) -> None:
         """Call the function, print its result, and print errors that the user can correct in one line."""

@@ -31,7 +31,6 @@ from ..decoding import (
     seeded,
     suggest_limit,
 )
-from ..deprecated import renamed_arguments
 from ..files import EXPORT_FILE, read_json
 from ..in_memory import AnyModel
 from ..languages import (
@@ -181,7 +180,6 @@ def wrap_network(network: PreTrainedModel, threads: int = 1, folder: str | os.Pa
     return Engine(CHECKPOINTS, TransformersModel(network, search, threads), search, limit, prefix, folder)
 
 
-@renamed_arguments(folder="model")
 def load_engine(model: AnyModel, threads: int = 1) -> Engine:
     """Load an exported model, or any sequence-to-sequence checkpoint under transformers, on the CPU.
 

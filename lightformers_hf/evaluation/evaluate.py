@@ -13,7 +13,6 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from ..arguments import EvaluateArguments
-from ..deprecated import warn_renamed
 from ..engines import Engine
 from ..files import EXPORT_FILE, REPORT_FILE, read_json
 from ..in_memory import model_name, on_disk
@@ -257,21 +256,6 @@ def load_exported(
     if teacher is not None:
         found["teacher"] = load_teacher(teacher, light, device=device, source=source, target=target)
     return found
-
-
-def evaluate_model(
-    model: str,
-    data: str,
-    teacher: str | None = None,
-    *,
-    source: str | None = None,
-    target: str | None = None,
-    **options: Any,
-) -> Evaluation:
-    """Call `evaluate`: the name and the arguments of version 0.1."""
-    warn_renamed("evaluate_model()", "lightformers_hf.evaluate(model, data=…, source_lang=…, target_lang=…)")
-    options = {"progress": False} | options
-    return evaluate(model, data=data, teacher=teacher, source_lang=source, target_lang=target, **options)
 
 
 def _measure_speed(

@@ -20,7 +20,6 @@ from tqdm.auto import tqdm
 from ..arguments import CompressArguments
 from ..conversion.options import CompressionOptions
 from ..corpus import Corpus
-from ..deprecated import renamed_arguments
 from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
 from ..engines.layers import read_source
 from ..engines.write import check_engine, expands_low_rank
@@ -95,7 +94,6 @@ class Compression(Result):
         return [*self.engines.tables(), "", self.summary, *self.notes, places, *page, *pushed]
 
 
-@renamed_arguments(teacher="model")
 @takes(CompressArguments)
 def compress(call: CompressArguments) -> Compression:
     """Convert, recover, evaluate, export, and report. The same call resumes an interrupted compression.
@@ -142,7 +140,7 @@ def compress(call: CompressArguments) -> Compression:
                 given = replace(given, train=data, calibration=data)
         read_source(call.model, call.to, call.tokenizer)
         inputs = [teacher, data, validation, test, shortlist]
-        record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs, renamed={"teacher": "model"})
+        record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
         if overwrite:
             check_parts(output)
         columns = split_language(call.source_lang)[0], split_language(call.target_lang)[0]

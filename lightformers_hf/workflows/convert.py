@@ -17,7 +17,6 @@ from ..conversion.convert import compress, finish, write
 from ..conversion.options import CompressionOptions, StudyOptions, resolve_study
 from ..conversion.report import CompressionReport, Plan
 from ..conversion.workers import share_cores
-from ..deprecated import renamed_arguments
 from ..files import atomic_output, check_output
 from ..hub import check_push, push_folder
 from ..in_memory import given_folders, model_name
@@ -28,7 +27,6 @@ from ..speech import is_sound
 from ..text import check_data
 
 
-@renamed_arguments(source="model")
 @takes(PlanArguments)
 def plan(call: PlanArguments) -> Plan:
     """Return the plan of `convert`, without writing anything: form, parameters and error of every matrix.
@@ -48,7 +46,6 @@ def plan(call: PlanArguments) -> Plan:
     return cast(Plan, report)
 
 
-@renamed_arguments(source="model")
 @takes(ConvertArguments)
 def convert(call: ConvertArguments) -> CompressionReport | PreTrainedModel:
     """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or this package.

@@ -202,7 +202,7 @@ def read_share(keep: str | float | None) -> float | None:
 def claim_folder(output: Path, asked: dict[str, Any], inputs: Sequence[str], overwrite: bool) -> dict[str, Any]:
     """The record of the interrupted distillation in `output`, or a new one; `overwrite` removes an earlier one."""
     before = read_json(output / DISTILL_FILE) if output.is_dir() else {}
-    record = claim(output, asked, overwrite=overwrite, inputs=inputs, file=DISTILL_FILE, renamed={})
+    record = claim(output, asked, overwrite=overwrite, inputs=inputs, file=DISTILL_FILE)
     if before and overwrite:
         names = find_foreign(output, DISTILL_FILE)
         refuse_foreign(output, [name for name in names if not name.startswith((WORK, "part-"))])

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from ..arguments import BEGAN, RecoverArguments
-from ..deprecated import renamed_arguments
 from ..engines.engine import ONE_OUTPUT
 from ..evaluation.quality import check_metrics
 from ..evaluation.transcribe import reads_sound
@@ -71,14 +70,12 @@ logger = logging.getLogger(__name__)
 # Arguments that an interrupted recovery may resume with others of.
 NOT_ASKED = ("output", "tokenizer", "report_to", "device", "skip_bad_lines", "overwrite", "progress")
 CHECKPOINTS = r"checkpoint-\d+(/.*)?"  # checkpoints of the training, until it ends
-OLD_NAMES = {"light": "model", "source": "source_lang", "target": "target_lang"}
 # Below this ratio, model and teacher were swapped; forms that do not pay may have made a model a little larger.
 LEAST_RATIO = 0.9
 ROUNDED_TYPES = ("int8", "int4")  # of weights, in a training
 LATE = 1.5  # times its minutes: a recovery that takes longer says so
 
 
-@renamed_arguments(light="model", source="source_lang", target="target_lang")
 @takes(RecoverArguments)
 def recover(call: RecoverArguments) -> Recovery:
     """Train a compressed model with its teacher for about so many minutes, with settings that follow from both.
@@ -224,15 +221,14 @@ def claim(
     overwrite: bool,
     inputs: Sequence[str | None],
     file: str = RECORD_FILE,
-    renamed: Mapping[str, str] = OLD_NAMES,
 ) -> dict[str, Any]:
     """The record, by the name of `file`, of the interrupted work that `output` holds, or a new one.
 
-    Raises as `recover`. `renamed`: {name of an option in records of version 0.1: its name}.
+    Raises as `recover`.
     """
     record = read_json(output / file) if output.is_dir() else {}
     if record and not overwrite:
-        before = {renamed.get(name, name): value for name, value in record.get("asked", {}).items()}
+        before = record.get("asked", {})
         if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):
             raise FileExistsError(
                 f"{output} holds work with another {name}, {before.get(name)!r}: give the same options to resume "

@@ -28,7 +28,6 @@ from test_hub import hub  # noqa: F401, a fixture
 import lightformers_hf
 from lightformers_hf import CompressionOptions, cli, convert
 from lightformers_hf.cli import framework
-from lightformers_hf.deprecated import current_words
 from lightformers_hf.evaluation import comparison
 from lightformers_hf.evaluation.speed import speed_of
 from lightformers_hf.hub import Push
@@ -416,23 +415,6 @@ def test_a_command_has_the_names_and_defaults_of_its_function(name):
     for one in expected - {"method", "device", "progress"}:  # where these are not given, the function chooses
         default = function.parameters[one].default
         assert default is inspect.Parameter.empty or parsed[one] == default or not parsed[one], one
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        ("recover", "light -o out --teacher dense", "light --teacher dense out"),
-        ("recover", "light --output=out --teacher dense", "light --teacher dense out"),
-        ("demo", "--output here --seed 1", "--seed 1 here"),
-        ("translate", "dense -o x.en", "dense --output x.en"),
-    ],
-)
-def test_old_options_work_and_warn(lightformers, command, old, new):
-    words, warnings = current_words(command, old.split())
-    assert (words, len(warnings)) == (new.split(), 1)
-    if command == "recover":
-        code, _, err = lightformers("recover", *old.replace("light", "./none").split())
-        assert (code, "warning: " in err, "OUTPUT" in err, "./none is no folder" in err) == (1, True, True, True)
 
 
 def test_a_library_that_never_returns_ends_at_sigterm():
