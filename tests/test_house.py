@@ -81,7 +81,7 @@ def private_names_of_others() -> list[tuple[str, str]]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             read += [(file, ast.literal_eval(name)) for name in node.args[1:2] if isinstance(name, ast.Constant)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
-            own.add(ast.literal_eval(node.args[1]))
+            own |= {ast.literal_eval(name) for name in node.args[1:2] if isinstance(name, ast.Constant)}
     return [(file, name) for file, name in read if is_private(name) and name not in own]
 
 

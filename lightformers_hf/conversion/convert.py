@@ -206,7 +206,8 @@ def find_steps(
     is_seq2seq = isinstance(teacher.model, ConditionalGenerationHead)
     if teacher is not whole and is_seq2seq and study.refit is not False:
         steps.add("bridge")
-    if is_seq2seq and options.method != "paper" and (originals.is_aligned or options.reads_text):
+    gets_smaller = originals.is_aligned or originals.narrowed != 1 or options.policy.compresses
+    if is_seq2seq and options.method != "paper" and gets_smaller:
         steps.add("weight")
     if can_refit(dense.config, study) and "weight" in steps:
         steps.add("refit")

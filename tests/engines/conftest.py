@@ -57,7 +57,7 @@ def serve():
     stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while it runs, nobody else can start an event loop
 def chromium():
     """A browser, whose microphone beeps."""
     sync_api = pytest.importorskip("playwright.sync_api")
