@@ -74,6 +74,11 @@ STUDIES = {  # and the tokenizer of each
     "architectures_6m": "inputs/multi30k-de-en",
     "lightformer_equal_parameters": "bpe",
 }
+FORMS = {  # {(method, form): what tables and pictures name it}
+    ("narrow", "ctranslate2-int8"): "narrow, CTranslate2 int8",
+    ("low-rank", "onnx-int8"): "low rank, ONNX int8",
+    ("low-rank", "onnx-int4"): "low rank, ONNX int4",
+}
 PAIRS = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
 GREEDY = ("--num-beams", "1", "--no-speed")
 
@@ -347,15 +352,13 @@ def deployed(lab: Lab) -> Rows:
         scores = lab.run(f"{name}-test", "evaluate", name, *data)["model"]["scores"]
         return {"form": f"{engine}-{quantization}", "megabytes": report["weight_bytes"] / 1e6, **scores}
 
-    forms = {"narrow": [("ctranslate2", "int8")], "low-rank": [("onnx", "int8"), ("onnx", "int4")]}
-    for form in [form for each in forms.values() for form in each]:
-        yield {"model": "teacher", "ratio": 1, **deploy("inputs/multi30k-de-en", *form)}
+    for _, form in FORMS:
+        yield {"model": "teacher", "ratio": 1, **deploy("inputs/multi30k-de-en", *form.split("-"))}
     for ratio in (2, 4, 8):
-        for method, used in forms.items():
+        for method, form in FORMS:
             name = f"deployed/{ratio}-{method}"
             lab.convert("multi30k-de-en", name, "--ratio", ratio, *PAIRS, "--method", method)
-            for form in used:
-                yield {"model": method, "ratio": ratio, **deploy(name, *form)}
+            yield {"model": method, "ratio": ratio, **deploy(name, *form.split("-"))}
 
 
 def deployments(result: dict) -> Rows:
@@ -606,11 +609,14 @@ def render_pages() -> dict[Path, str]:
     for template in [*sorted(folder.glob("*.md")), *folder.glob("readme.md.in")]:
         used: dict[str, dict] = {}
 
-        def data(name: str, used: dict[str, dict] = used) -> dict:
-            used[name] = read_record(name)
-            return used[name]
+        def data(name: str, *, apart: bool = False, used: dict[str, dict] = used) -> dict:
+            """Return the figures of an experiment; `apart`: the page names their commit, or they depend on none."""
+            record = read_record(name)
+            used |= {} if apart else {name: record}
+            return record
 
-        text = environment.get_template(template.name).render(data=data, signed=signed, spread=spread, find=find)
+        names = {"data": data, "signed": signed, "spread": spread, "find": find, "forms": FORMS}
+        text = environment.get_template(template.name).render(names)
         commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
             raise ValueError(f"{template.name} quotes figures of several commits: {', '.join(sorted(commits))}.")
@@ -623,8 +629,8 @@ def render_pages() -> dict[Path, str]:
     return pages
 
 
-def draw_picture() -> None:
-    """Draw BLEU against parameters, as converted and after training, for light and dark pages."""
+def draw_pictures() -> None:
+    """Draw BLEU against parameters and against deployed bytes, for light and dark pages."""
     converted, score = read_record("converted")["rows"], "test_2016_flickr_bleu"
     sizes = {row["ratio"]: row["parameters_after"] / 1e6 for row in converted if row["model"] == "pairs"}
     trained = [row | {"model": "trained"} for row in read_record("recovered")["rows"] if row["seed"] == 0]
@@ -640,7 +646,16 @@ def draw_picture() -> None:
         )
         axes.set(xlabel="parameters, millions", ylabel="BLEU, Flickr 2016", ylim=(0, None))
 
+    def paint_deployed(panels: list) -> None:
+        (axes,) = panels
+        rows = read_record("deployed")["rows"]
+        for (model, form), label in FORMS.items():
+            line = [row for row in rows if row["form"] == form and row["model"] in ("teacher", model)]
+            axes.plot([row["megabytes"] for row in line], [row["bleu"] for row in line], "o-", label=label)
+        axes.set(xlabel="deployed model, MB", ylabel="BLEU, Flickr 2016", ylim=(0, None))
+
     save_pictures(ROOT / "docs" / "pictures" / "compression", paint)
+    save_pictures(ROOT / "docs" / "pictures" / "deployed", paint_deployed)
 
 
 def find(rows: list[dict], **fields: object) -> dict:
@@ -679,7 +694,7 @@ def main() -> None:
     if args.pages:
         for path, text in render_pages().items():
             path.write_text(text, encoding="utf-8")
-        draw_picture()
+        draw_pictures()
 
 
 if __name__ == "__main__":
