@@ -443,6 +443,17 @@ def whisper_recovered(lab: Lab) -> Rows:
     yield {"model": "recovered", "ratio": 2, **scores}
 
 
+def whisper_engines(lab: Lab) -> Rows:
+    """Whisper tiny.en and its narrow model at ratio 2 in every engine, one core: seconds of sound in a second."""
+    speech, name = "inputs/speech", "whisper/2-narrow"
+    options = ("--method", "narrow", "--pattern", "embedding=dense", "--calibration", f"{speech}/calibration")
+    lab.convert("whisper-tiny.en", name, "--ratio", 2, *options)
+    options = ("--cores", 1, "--num-beams", 1, "--data", f"{speech}/validation", "--source-lang", "en")
+    yield from deployments(
+        lab.run("whisper/engines", "benchmark", "engines", "inputs/whisper-tiny.en", name, *options)
+    )
+
+
 def score_tests(lab: Lab, model: str) -> dict[str, float]:
     """Return the scores of a Multi30k model on both tests."""
     found = {test: lab.score(model, "multi30k-de-en", f"multi30k/{test}.jsonl", *LANGUAGES, *GREEDY) for test in TESTS}
@@ -505,6 +516,7 @@ EXPERIMENTS = {
     "demo": Experiment(demo, (), 10),
     "whisper": Experiment(whisper, ("whisper-tiny.en", "speech"), 45),
     "whisper_recovered": Experiment(whisper_recovered, ("whisper-tiny.en", "speech"), 45),
+    "whisper_engines": Experiment(whisper_engines, ("whisper-tiny.en", "speech"), 60),
 }
 
 
