@@ -37,24 +37,24 @@ class Block(Form):
         """(m, n) of the matrices at an inner width."""
 
     @abstractmethod
-    def metrics_at(self, shaped: Shaped, originals: Originals, choices: Choices) -> dict[str, Metric]:
-        """The norm of every matrix of a smaller inner width."""
+    def metrics_at(self, shaped: Shaped, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The norm of every matrix of a smaller inner width, from those at the teacher's."""
 
     @abstractmethod
     def narrow(self, width: int, originals: Originals, choices: Choices) -> Shaped:
         """The matrices for an inner width, dense."""
 
     def size(self, setting: Setting | Tensor) -> Tensor | float:
-        width, *ranks = self._parts(max(self.widths) if setting is None else setting)
+        width, *ranks = self._split(max(self.widths) if setting is None else setting)
         shapes = zip_longest(self.shapes_at(width), ranks)
         return sum(m * n if rank is None else rank * (m + n) for (m, n), rank in shapes)
 
     @staticmethod
-    def _parts(setting: Setting) -> tuple[int, ...]:
+    def _split(setting: Setting) -> tuple[int, ...]:
         return setting if isinstance(setting, tuple) else (setting,)
 
     def parts(self, setting: Setting) -> Iterator[tuple[type[Form], str, int]]:
-        width, *ranks = self._parts(setting)
+        width, *ranks = self._split(setting)
         yield from super().parts(width)
         for name, rank in zip(self.matrices, ranks, strict=False):
             if rank is not None:
@@ -62,7 +62,12 @@ class Block(Form):
 
     def describe(self, name: str, setting: Setting) -> tuple[int, str]:
         words = [form.wording.format(size) for form, matrix, size in self.parts(setting) if matrix == name]
-        return self._parts(setting)[0], ", ".join(words)
+        return self._split(setting)[0], ", ".join(words)
+
+    def metrics(self, originals: Originals) -> dict[str, Metric]:
+        """The norm of every matrix, from calibration."""
+        found = {name: originals.metric(name, self.kind(name)) for name in self.matrices}
+        return {name: metric for name, metric in found.items() if metric is not None}
 
     def watched(self, originals: Originals) -> list[int]:
         """The inner widths at which ranks get lower, too; none without calibration."""
@@ -90,13 +95,13 @@ class Block(Form):
     def shape(self, setting: Setting, originals: Originals, choices: Choices | None = None) -> Shaped:
         if setting is None:
             return super().shape(setting, originals)
-        width, *ranks = self._parts(setting)
+        width, *ranks = self._split(setting)
         choices = choices or self.choices(originals)
         shaped = self.narrow(width, originals, choices)
         if not any(ranks):
             return replace(shaped, error=choices.relative_error(setting))
         weights: dict[str, Weight] = dict(shaped.weights)
-        metrics = self.metrics_at(shaped, originals, choices)
+        metrics = self.metrics_at(shaped, self.metrics(originals))
         for name, rank in zip(self.matrices, ranks, strict=True):
             if rank is not None:
                 weights[name], _ = truncate(weights[name], rank, metrics[name], name=short_name(name))

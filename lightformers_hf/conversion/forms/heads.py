@@ -129,9 +129,10 @@ class NarrowerHeads(Block):
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         plain = Choices([*self.widths[:-1], None], torch.stack(costs), sizes, whole.item(), found)
         energies: dict[int, list[Tensor]] = {}
+        whole_metrics = self.metrics(originals)
         for width in self.watched(originals):
             shaped = self.narrow(width, originals, plain)
-            metrics = self.metrics_at(shaped, originals, plain)
+            metrics = self.metrics_at(shaped, whole_metrics)
             energies[width] = [
                 singular_values(weight.product(), name=short_name(name), metric=metrics[name]).square()
                 for name, weight in shaped.weights.items()
@@ -170,13 +171,11 @@ class NarrowerHeads(Block):
         )
         return Shaped(weights, into, back)
 
-    def metrics_at(self, shaped: Shaped, originals: Originals, choices: Choices) -> dict[str, Metric]:
-        metrics = {}
-        for name in self.matrices:
-            metric = metrics[name] = originals.metric(name, "attention")
-            if name in shaped.returns:
-                columns = Damped(change_gradients(metric.columns.moment, back=shaped.returns[name]), GRADIENT_DAMPING)
-                metrics[name] = replace(metric, columns=columns)
+    def metrics_at(self, shaped: Shaped, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        metrics = dict(metrics)
+        for name, back in shaped.returns.items():
+            columns = Damped(change_gradients(metrics[name].columns.moment, back=back), GRADIENT_DAMPING)
+            metrics[name] = replace(metrics[name], columns=columns)
         value, out = self.matrices[2:]
         into, metric = shaped.coordinates[value], metrics[out]
         rows = Damped(change_gradients(metric.rows.moment, back=into.mT), INPUT_DAMPING)

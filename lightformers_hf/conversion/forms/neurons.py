@@ -194,17 +194,10 @@ class FewerNeurons(Block):
         if not watched:
             return plain
         order = elimination.order.flip(0)
-        found = [
-            nested_energies(originals.weight(name), self._metric(originals, name), order, watched) for name in first
-        ]
+        metrics = self.metrics(originals)
+        found = [nested_energies(originals.weight(name), metrics[name], order, watched) for name in first]
         found.append(elimination.energies)
         return self.mix(plain, {width: [own[width] for own in found] for width in watched})
-
-    def _metric(self, originals: Originals, name: str) -> Metric:
-        """The norm of a matrix of all neurons."""
-        metric = originals.metric(name, self.kind(name))
-        assert metric is not None, "there is calibration"
-        return metric
 
     def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
         return policy.choose_width(short_name(self.name), "ffn", self.widths)
@@ -225,14 +218,13 @@ class FewerNeurons(Block):
         weights[last] = Weight(new.to(matrix.dtype), None, bias)
         return Shaped(weights, dict.fromkeys(first, kept.cpu()))
 
-    def metrics_at(self, shaped: Shaped, originals: Originals, choices: Choices) -> dict[str, Metric]:
+    def metrics_at(self, shaped: Shaped, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         *first, last = self.matrices
-        metrics, kept = {}, shaped.coordinates[first[0]]
+        found, kept = {}, shaped.coordinates[first[0]]
         for name in first:
-            metric = self._metric(originals, name)
-            columns = Damped(change_gradients(metric.columns.moment, kept), metric.columns.damping)
-            metrics[name] = replace(metric, columns=columns)
-        metric = self._metric(originals, last)
-        mean = None if metric.mean is None else metric.mean[kept]
-        rows = Damped(change_gradients(metric.rows.moment, kept), metric.rows.damping)
-        return metrics | {last: replace(metric, rows=rows, mean=mean)}
+            columns = metrics[name].columns
+            columns = Damped(change_gradients(columns.moment, kept), columns.damping)
+            found[name] = replace(metrics[name], columns=columns)
+        whole = metrics[last]
+        rows = Damped(change_gradients(whole.rows.moment, kept), whole.rows.damping)
+        return found | {last: replace(whole, rows=rows, mean=None if whole.mean is None else whole.mean[kept])}
