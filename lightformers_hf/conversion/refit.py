@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..matrices import Weight, bias_of, product_of
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
-from .forms import Form, all_forms, change_gradients, change_outputs
+from .forms import Form, all_forms, change_moment, change_outputs
 from .moments import GRADIENT_DAMPING, ROOM, Damped, Metric, PairMoments, TensorStore, WeightedRows
 from .options import StudyOptions
 from .report import Agreement
@@ -329,7 +329,7 @@ class Regression:
         if self.calibration is None:
             return Metric(Damped(covariance, SHRINKAGE), Damped.identity(width, covariance))
         gradients = self.calibration.gradients([name])
-        gradients = change_gradients(gradients, self.coordinates.get(name), self.returns.get(name))
+        gradients = change_moment(gradients, self.coordinates.get(name), self.returns.get(name))
         columns = Damped(gradients, GRADIENT_DAMPING)
         share = adapt_share(self.calibration.shrinkage, self.used, name)
         return Metric(Damped(covariance, share), columns)

@@ -88,10 +88,13 @@ def change_outputs(outputs: Tensor, coordinates: Tensor | None) -> Tensor:
     return heads.transpose(0, 1).flatten(1)
 
 
-def change_gradients(moment: Tensor, kept: Tensor | None = None, back: Tensor | None = None) -> Tensor:
-    """Return a second moment of gradients (n×n) at fewer outputs: at these that are `kept`, or those of `returns`.
+def change_moment(moment: Tensor, kept: Tensor | None = None, back: Tensor | None = None) -> Tensor:
+    """Return a second moment (n×n) of gradients at fewer outputs: those that are `kept`, or those of `back`.
 
-    Of inputs, with `back` the coordinates transposed, it is the second moment of those that are left.
+    It serves for the inputs of the next matrix, too: there `back` are the coordinates, transposed.
+
+    Args:
+        kept, back: `Shaped.coordinates` and `Shaped.returns` of a module.
     """
     if back is not None:
         whole = torch.block_diag(*back.to(moment))

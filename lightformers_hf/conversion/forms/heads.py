@@ -20,7 +20,7 @@ from ...models.layers import MultiHeadAttention
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
 from ..rules import RankPolicy
 from ..sharing import Originals, short_name
-from . import Choices, Setting, Shaped, change_gradients, change_outputs, find_blocks, register_form, split_widths
+from . import Choices, Setting, Shaped, change_moment, change_outputs, find_blocks, register_form, split_widths
 from .block import Block
 from .svd import Factors, rescale_, singular_values, tail_energies
 
@@ -128,9 +128,11 @@ class NarrowerHeads(Block):
         costs[-1] = torch.zeros_like(whole)  # unchanged
         sizes = torch.as_tensor(self.size(torch.tensor(self.widths))).double()
         plain = Choices([*self.widths[:-1], None], torch.stack(costs), sizes, whole.item(), found)
+        if not (watched := self.watched(originals)):
+            return plain
         energies: dict[int, list[Tensor]] = {}
         whole_metrics = self.metrics(originals)
-        for width in self.watched(originals):
+        for width in watched:
             shaped = self.narrow(width, originals, plain)
             metrics = self.metrics_at(shaped, whole_metrics)
             energies[width] = [
@@ -174,11 +176,11 @@ class NarrowerHeads(Block):
     def metrics_at(self, shaped: Shaped, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         metrics = dict(metrics)
         for name, back in shaped.returns.items():
-            columns = Damped(change_gradients(metrics[name].columns.moment, back=back), GRADIENT_DAMPING)
+            columns = Damped(change_moment(metrics[name].columns.moment, back=back), GRADIENT_DAMPING)
             metrics[name] = replace(metrics[name], columns=columns)
         value, out = self.matrices[2:]
         into, metric = shaped.coordinates[value], metrics[out]
-        rows = Damped(change_gradients(metric.rows.moment, back=into.mT), INPUT_DAMPING)
+        rows = Damped(change_moment(metric.rows.moment, back=into.mT), INPUT_DAMPING)
         mean = None if metric.mean is None else change_outputs(metric.mean[None], into)[0]
         return metrics | {out: replace(metric, rows=rows, mean=mean)}
 

@@ -19,7 +19,7 @@ from ...matrices import Weight
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
 from ..rules import RankPolicy
 from ..sharing import STACKS, Originals, short_name
-from . import Choices, Setting, Shaped, change_gradients, find_blocks, register_form, split_widths
+from . import Choices, Setting, Shaped, change_moment, find_blocks, register_form, split_widths
 from .block import Block
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
@@ -223,8 +223,8 @@ class FewerNeurons(Block):
         found, kept = {}, shaped.coordinates[first[0]]
         for name in first:
             columns = metrics[name].columns
-            columns = Damped(change_gradients(columns.moment, kept), columns.damping)
+            columns = Damped(change_moment(columns.moment, kept), columns.damping)
             found[name] = replace(metrics[name], columns=columns)
         whole = metrics[last]
-        rows = Damped(change_gradients(whole.rows.moment, kept), whole.rows.damping)
+        rows = Damped(change_moment(whole.rows.moment, kept), whole.rows.damping)
         return found | {last: replace(whole, rows=rows, mean=None if whole.mean is None else whole.mean[kept])}
