@@ -38,10 +38,6 @@ from lightformers_hf.stored import CheckpointReader
 pytestmark = pytest.mark.quick
 
 
-def test_a_folder_is_its_own_source(tmp_path):
-    assert resolve_source(str(tmp_path)) == tmp_path
-
-
 @pytest.mark.parametrize("source", ["./not-there", "/not/there", "a/b/c", "~/not-there", "../x", "two words"])
 def test_a_path_that_is_not_there(source, monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
@@ -126,9 +122,16 @@ def diverge(folder):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def lose(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.decoder.layers.1.fc1.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
+        (lose, r"model\.decoder\.layers\.1\.fc1\.weight"),
         (diverge, r"model\.decoder\.layers\.0\.fc1\.weight of .* holds NaN"),
         (
             lambda folder: wrap(folder, "_orig_mod."),
@@ -142,13 +145,15 @@ def diverge(folder):
         (add_row, "gives '<tag>' the number 120, but vocab_size is 120"),
     ],
 )
-def test_what_cannot_be_loaded_as_it_is_has_one_answer(tmp_path, tiny_marian, spoil, message):
+def test_what_cannot_be_loaded_as_it_is_has_one_answer(tmp_path, tiny_marian, monkeypatch, spoil, message):
+    """Before any work."""
+    monkeypatch.setattr("lightformers_hf.conversion.convert.fit", lambda *_, **__: pytest.fail("too late"))
     folder = shutil.copytree(tiny_marian, tmp_path / "model")
     spoil(folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_marian)
     loaders = [load_model, lambda name: convert(name, tmp_path / "out", method="paper", progress=False)]
     own = [] if "tag" in message else [lambda name: load_trainable(str(name))]
-    own += [load_skeleton] if own and not re.search("NaN|quant", message) else []  # which reads no weights
+    own += [load_skeleton] if own and not re.search("NaN|quant|fc1", message) else []  # which reads no weights
     for load in [*loaders, *own]:
         with pytest.raises(ValueError, match=message):
             load(folder)
@@ -183,16 +188,6 @@ def test_memory_and_libraries_are_no_damaged_files(tiny_marian, tmp_path, monkey
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(kind, match=message):
         CheckpointReader(tmp_path)
-
-
-def test_a_checkpoint_with_missing_weights_is_refused(tmp_path, tiny_marian):
-    folder = shutil.copytree(tiny_marian, tmp_path / "damaged")
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.decoder.layers.1.fc1.weight"
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=name):
-        load_model(folder)
 
 
 def test_shared_and_tied_tensors_count_once_and_buffers_not():

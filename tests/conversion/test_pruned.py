@@ -6,6 +6,7 @@ import pytest
 import torch
 from conversion.metrics import weigh
 from models.cases import like_trained
+from safetensors.torch import load_file
 from tiny import marian_tokens, sizes
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
@@ -104,6 +105,7 @@ def test_factors_of_what_is_zero_fit_half_precision(dtype, tmp_path):
     convert(tmp_path / "teacher", tmp_path / "light", progress=False, **METHODS["default"])
     light = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "light")
     assert light.dtype == dtype
+    assert {tensor.dtype for tensor in load_file(tmp_path / "light" / "model.safetensors").values()} == {dtype}
     assert all(parameter.isfinite().all() for parameter in light.parameters())
 
 
