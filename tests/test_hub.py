@@ -232,18 +232,29 @@ def test_with_the_package_no_code_is_fetched(hub, light, parallel_sentences, tmp
     assert (card.base_model, card.license, card.language) == ("alice/marian-light", "cc-by-4.0", ["de", "en"])
 
 
+SECRETS = [
+    *("training_args.bin", "optimizer.pt", "secrets.py", "notes.txt", "all_results.json", ".env", "vocab.txt"),
+    *("tokenizer_secret.txt", "my_private_vocab.json", "secrets.model", "tokenizer.json.bak", "private.spm"),
+    *("chat_template_secret.txt", "tokenizer_config.json.orig", "model-secret-of-mine.safetensors"),
+]
+
+
 def test_what_lies_in_the_repository(hub, copy):
-    """The model and nothing else of the folder."""
-    for name in ("training_args.bin", "optimizer.pt", "secrets.py", "notes.txt", "all_results.json", ".env"):
-        (copy / name).write_text("private")
+    """The model and nothing else of the folder, as the preview says."""
     (copy / "trainer_state.json").write_text('{"global_step": 1500}')
-    (copy / "checkpoint-1").mkdir()
+    before = preview_push(copy, "alice/light")
+    for name in SECRETS:
+        (copy / name).write_text("private")
+    for name in ("checkpoint-1", "tokenizer"):
+        (copy / name).mkdir()
+    assert preview_push(copy, "alice/light") == before
     commit = push_to_hub(copy, "light", message="First")
     repository = hub.repositories["alice/light"]
     assert repository.messages == ["initial commit", "First"]
     assert commit.commit == repository.branches["main"]
     assert not repository.private
     files = repository.files
+    assert {name: len(files[name]) for name in files.keys() - {".gitattributes"}} == before
     names = {name for name in files if not name.endswith(".py")} - {".gitattributes"}
     tokenizer = {"source.spm", "target.spm", "tokenizer_config.json", "vocab.json"}
     assert names == tokenizer | {
@@ -495,25 +506,6 @@ def test_the_command(hub, light, results, lightformers):
     assert card.data.model_name == "light"
     assert card.data.eval_results[0].metric_value == 41.25
     assert b"owner/opus-100" in repository.commits[commit][".eval_results/owner-opus-100-de-en.yaml"]
-
-
-SECRETS = [
-    *("tokenizer_secret.txt", "my_private_vocab.json", "secrets.model", "tokenizer.json.bak", "private.spm"),
-    *("chat_template_secret.txt", "tokenizer_config.json.orig", "model-secret-of-mine.safetensors", "vocab.txt"),
-]
-
-
-def test_a_secret_beside_a_model_stays_there(hub, copy):
-    before = preview_push(copy, "alice/light")
-    for name in SECRETS:
-        (copy / name).write_text("secret")
-    (copy / "tokenizer").mkdir()
-    assert preview_push(copy, "alice/light") == before
-    push_to_hub(copy, "light")
-    pushed = hub.repositories["alice/light"].files
-    assert pushed.keys() - {".gitattributes"} == before.keys()
-    assert {name: len(pushed[name]) for name in before} == before
-    assert {"source.spm", "vocab.json", "tokenizer_config.json", "README.md"} <= before.keys()
 
 
 @pytest.mark.parametrize("name", ["source.spm", "chat_template.jinja", "compression.json", "README.md", "low_rank.py"])
