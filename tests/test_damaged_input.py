@@ -47,12 +47,6 @@ def change(file, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_calibration_without_a_tokenizer(run):
-    for name in ("vocab.json", "source.spm", "target.spm", "tokenizer_config.json"):
-        Path("dense", name).unlink()
-    assert "no tokenizer" in run("convert dense out --ratio 2 --calibration test.jsonl")
-
-
 def test_a_conversion_without_a_tokenizer_says_so(run, lightformers):
     for has_tokenizer in (True, False):
         code, told, _ = lightformers(*"convert dense out --ratio 2 --method paper --overwrite".split())
@@ -60,6 +54,7 @@ def test_a_conversion_without_a_tokenizer_says_so(run, lightformers):
         assert ("dense has no tokenizer, so out has none either" in told) == (not has_tokenizer)
         for name in ("vocab.json", "source.spm", "target.spm", "tokenizer_config.json"):
             Path("dense", name).unlink(missing_ok=True)
+    assert "no tokenizer" in run("convert dense none --ratio 2 --calibration test.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -155,14 +155,10 @@ def test_outputs_of_a_model_without_a_length_end_by_what_their_sources_suggest(t
     assert speed.tokens == sum(limits)
 
 
-def test_one_string_is_refused(loaded):
-    with pytest.raises(ValueError, match=r"give a list, such as \[text\]"):
-        translate("Zwei Hunde.", *loaded)
-
-
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
+        ("Zwei Hunde.", {}, r"give a list, such as \[text\]"),
         ([None], {}, "contain a NoneType: expected strings"),
         (Dataset.from_dict({"de": ["Hallo"]}), {}, "contain a dict: expected strings, such as one column"),
         ({"de": "Hallo"}, {}, r"are a dict, whose names .* such as list\(texts\['de'\]\)"),

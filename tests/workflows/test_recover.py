@@ -249,12 +249,6 @@ def test_variables_of_launchers_do_not_matter(place, tiny_marian, tmp_path, monk
     assert [random.getstate(), numpy.random.get_state()[1].tolist()] == drawn[1:]
 
 
-def test_no_engine_is_loaded_where_nothing_is_to_be_translated(place, tiny_marian, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightformers_hf.workflows.run.fastest_translator", lambda *_: pytest.fail("loaded"))
-    found = recover(place / "light", tmp_path / "out", **options(place, tiny_marian, translations=False))
-    assert found.translations == 0
-
-
 def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp_path):
     asked = options(place, tiny_marian, data=str(place / "text.txt"))
     light = place / "light"
@@ -301,8 +295,8 @@ def test_random_texts_recover_a_teacher_without_names_of_languages(place, tiny_m
 def test_what_is_refused(place, tiny_marian, tmp_path):
     with pytest.raises(ValueError, match="minutes is 0"):
         recover(place / "light", tmp_path / "a", **options(place, tiny_marian, minutes=0))
-    with pytest.raises((ValueError, FileExistsError), match="light"):
-        recover(place / "light", place / "light", **options(place, tiny_marian))
+    with lock(tmp_path / "a"), pytest.raises(BlockingIOError, match="being written by another process"):
+        recover(place / "light", tmp_path / "a", **options(place, tiny_marian))
     with pytest.raises(ValueError, match=r"times its teacher's parameters: give the smaller one first"):
         recover(tiny_marian, tmp_path / "a", **options(place, place / "light"))
     with pytest.raises(ValueError, match="as the model and as its teacher"):
@@ -342,13 +336,17 @@ def test_a_multilingual_teacher_translates_into_the_light_models_language(tiny_m
     assert run.distiller.generation_config.forced_bos_token_id == light.generation_config.forced_bos_token_id
 
 
-def test_the_result_is_as_large_as_what_it_is_made_of(place, tiny_marian, tmp_path):
-    AutoModelForSeq2SeqLM.from_pretrained(place / "light").bfloat16().save_pretrained(tmp_path / "light")
+def test_the_result_has_the_type_the_size_and_the_dropout_of_what_it_is_made_of(place, tiny_marian, tmp_path):
+    light = AutoModelForSeq2SeqLM.from_pretrained(place / "light").bfloat16()
+    light.config.update({"dropout": 0.25, "activation_dropout": 0.125})
+    light.save_pretrained(tmp_path / "light")
     AutoTokenizer.from_pretrained(place / "light").save_pretrained(tmp_path / "light")
-    recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
+    found = recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
     size, before = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "light"))
     assert size == pytest.approx(before, rel=0.05)
-    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    after = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config
+    assert (after.dtype, found.settings["dropout"]) == (torch.bfloat16, 0.0)
+    assert (after.dropout, after.activation_dropout, after.use_cache) == (0.25, 0.125, light.config.use_cache)
 
 
 def test_pairs_in_long_strings_have_translations_too(place, tiny_marian, tmp_path):
@@ -373,12 +371,16 @@ def test_translations_of_a_teacher_are_not_made_again(place, tiny_marian, tmp_pa
         assert bool(run.ask_for_texts(600, None, FAR)) != made
 
 
-def test_what_is_cut_is_said(place, tiny_marian, tmp_path, capsys):
+def test_what_is_cut_is_said_and_no_engine_is_loaded_to_translate_nothing(
+    place, tiny_marian, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("lightformers_hf.workflows.run.fastest_translator", lambda *_: pytest.fail("loaded"))
     text = " ".join(["Hund"] * 200)
     rows = [{"de": f"{number} {text}", "en": "A dog."} for number in range(12)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
     asked = options(place, tiny_marian, data=str(tmp_path / "long.jsonl"), validation=str(place / "pairs.jsonl"))
-    recover(place / "light", tmp_path / "out", translations=False, **asked | {"progress": True})
+    found = recover(place / "light", tmp_path / "out", translations=False, **asked | {"progress": True})
+    assert found.translations == 0
     assert "12 of 12 sources are cut after 64 tokens" in "".join(capsys.readouterr())
 
 
@@ -391,11 +393,6 @@ def test_a_prefix_that_is_given_stands_before_the_sources(place, tiny_marian, tm
         RecoverArguments(light, out, teacher=teacher, progress=False, **sides), out, light, teacher, data, None
     )
     assert all(text.startswith("translate: ") for text in [*run.corpus.table["source"], *run.held_out["source"]])
-
-
-def test_two_do_not_write_to_one_folder(place, tiny_marian, tmp_path):
-    with lock(tmp_path / "out"), pytest.raises(BlockingIOError, match="being written by another process"):
-        recover(place / "light", tmp_path / "out", **options(place, tiny_marian))
 
 
 def test_it_is_alone_in_its_folder_also_where_that_is_new(place, tiny_marian, tmp_path, monkeypatch):
@@ -437,17 +434,6 @@ def test_translations_keep_their_sources_where_the_data_changes(place, tiny_mari
             file.write(json.dumps({"translation": {"de": "Ein neuer Satz.", "en": "A new sentence."}}) + "\n")
     assert seen[0] == seen[1]
     assert len(seen[0]["source"]) > 10
-
-
-def test_what_training_needs_otherwise_does_not_stay(place, tiny_marian, tmp_path):
-    shutil.copytree(place / "light", tmp_path / "light")
-    config = AutoConfig.from_pretrained(tmp_path / "light")
-    config.dropout, config.activation_dropout = 0.25, 0.125
-    config.save_pretrained(tmp_path / "light")
-    found = recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
-    after = AutoConfig.from_pretrained(tmp_path / "out")
-    assert found.settings["dropout"] == 0.0
-    assert (after.dropout, after.activation_dropout, after.use_cache) == (0.25, 0.125, config.use_cache)
 
 
 def test_shards_with_a_damaged_line_resume_only_while_all_are_there(place, tiny_marian, tmp_path, monkeypatch, caplog):
