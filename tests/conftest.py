@@ -116,40 +116,32 @@ def tiny_marian(tmp_path_factory, parallel_sentences) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_mbart50(tmp_path_factory, parallel_sentences) -> Path:
-    """A folder with an `MBartForConditionalGeneration` of random weights and an `MBart50Tokenizer` of whole words."""
-    from transformers import MBart50Tokenizer, MBartConfig, MBartForConditionalGeneration, set_seed
+def make_mbart(folder: Path, parallel_sentences, **languages) -> Path:
+    """An mBART of random weights with a tokenizer of whole words, mBART-25's where languages are given."""
+    from transformers import MBart50Tokenizer, MBartConfig, MBartForConditionalGeneration, MBartTokenizer, set_seed
 
-    folder = tmp_path_factory.mktemp("tiny-mbart50")
     words = sorted({f"▁{word}" for pair in parallel_sentences for text in pair.values() for word in text.split()})
-    tokenizer = MBart50Tokenizer(
-        vocab=[(token, -1.0 - i) for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])]
-    )
+    vocab = [(token, -1.0 - i) for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])]
+    tokenizer = MBartTokenizer(vocab=vocab, **languages) if languages else MBart50Tokenizer(vocab=vocab)
     fields = sizes(16, ffn=16, max_position_embeddings=64, vocab_size=len(tokenizer))
-    config = MBartConfig(**fields, init_std=0.5, decoder_start_token_id=2)
+    first = tokenizer.convert_tokens_to_ids(languages.get("tgt_lang", "</s>"))
+    config = MBartConfig(**fields, init_std=0.5, decoder_start_token_id=first)
     set_seed(0)
     MBartForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_mbart50(tmp_path_factory, parallel_sentences) -> Path:
+    """A folder with a tiny mBART-50."""
+    return make_mbart(tmp_path_factory.mktemp("tiny-mbart50"), parallel_sentences)
 
 
 @pytest.fixture(scope="session")
 def tiny_mbart25(tmp_path_factory, parallel_sentences) -> Path:
-    """As `tiny_mbart50`, with an `MBartTokenizer`, whose codes stand behind the text."""
-    from transformers import MBartConfig, MBartForConditionalGeneration, MBartTokenizer, set_seed
-
-    folder = tmp_path_factory.mktemp("tiny-mbart25")
-    words = sorted({f"▁{word}" for pair in parallel_sentences for text in pair.values() for word in text.split()})
-    vocab = [(token, -1.0 - i) for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])]
-    tokenizer = MBartTokenizer(vocab=vocab, src_lang="en_XX", tgt_lang="ro_RO")
-    fields = sizes(16, ffn=16, max_position_embeddings=64, vocab_size=len(tokenizer))
-    first = tokenizer.convert_tokens_to_ids("ro_RO")
-    set_seed(0)
-    config = MBartConfig(**fields, init_std=0.5, decoder_start_token_id=first)
-    MBartForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    """A folder with a tiny mBART-25, whose codes stand behind the text."""
+    return make_mbart(tmp_path_factory.mktemp("tiny-mbart25"), parallel_sentences, src_lang="en_XX", tgt_lang="ro_RO")
 
 
 @pytest.fixture(scope="session")

@@ -19,18 +19,7 @@ from pathlib import Path
 import pytest
 from conversion.vocabulary.checkpoints import make_checkpoint
 from speech import make_whisper, texts, write_speech
-from tiny import sizes
-from tokenizers import ByteLevelBPETokenizer
-from tokenizers.processors import RobertaProcessing
-from transformers import (
-    AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import PreTrainedConfig
 
 from lightformers_hf import (
     LightFormerConfig,
@@ -82,36 +71,6 @@ def commands(block):
 
 
 @pytest.fixture(scope="session")
-def tiny_bart(tmp_path_factory, parallel_sentences):
-    """A folder with a `BartForConditionalGeneration` of random weights and a tokenizer like its own."""
-    folder = tmp_path_factory.mktemp("tiny-bart")
-    special = ["<s>", "<pad>", "</s>", "<unk>"]
-    bpe = ByteLevelBPETokenizer()
-    texts = [text for pair in parallel_sentences for text in pair.values()]
-    bpe.train_from_iterator(texts, vocab_size=300, min_frequency=1, special_tokens=special, show_progress=False)
-    bpe._tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
-    names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=64, **names).save_pretrained(folder)
-    config = BartConfig(**sizes(32), vocab_size=bpe.get_vocab_size(), max_position_embeddings=64)
-    BartForConditionalGeneration(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_t5(tmp_path_factory, tiny_bart):
-    """A folder with a `T5ForConditionalGeneration` of random weights."""
-    folder = tmp_path_factory.mktemp("tiny-t5")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bart)
-    tokenizer.save_pretrained(folder)
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=8, num_heads=2, d_ff=64, num_layers=1,
-        pad_token_id=1, eos_token_id=2, decoder_start_token_id=1, feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    T5ForConditionalGeneration(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def tiny_recovered(tmp_path_factory, tiny_marian):
     """What the tutorial ends with, and other pages begin with."""
     folder = tmp_path_factory.mktemp("tiny-recovered") / "recovered"
@@ -120,20 +79,19 @@ def tiny_recovered(tmp_path_factory, tiny_marian):
 
 
 @pytest.fixture(scope="session")
-def tiny_nllb(tmp_path_factory):
-    """A checkpoint of NLLB's kind: random weights, and a tokenizer of a trained SentencePiece model."""
-    folder = tmp_path_factory.mktemp("tiny-nllb") / "nllb"
-    make_checkpoint("nllb", folder, positions=64)
+def others(tmp_path_factory):
+    """A folder with checkpoints of other families: random weights, and tokenizers that were trained."""
+    folder = tmp_path_factory.mktemp("others")
+    for family in ("nllb", "bart", "t5"):
+        make_checkpoint(family, folder / family, positions=64)
     return folder
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, tiny_marian, tiny_bart, tiny_t5, tiny_nllb, tiny_recovered, parallel_sentences):
+def workplace(tmp_path, monkeypatch, tiny_marian, others, tiny_recovered, parallel_sentences):
     """A folder with what the pages assume, which is the working directory."""
-    shutil.copytree(tiny_nllb, tmp_path / "nllb")
+    shutil.copytree(others, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tiny_marian, tmp_path / "opus-mt-de-en")
-    shutil.copytree(tiny_bart, tmp_path / "bart")
-    shutil.copytree(tiny_t5, tmp_path / "t5")
     for name in ("light", "recovered"):
         shutil.copytree(tiny_recovered, tmp_path / name)
     shutil.copytree(tiny_marian, tmp_path / "demo-output" / "teacher")
