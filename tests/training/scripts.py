@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 
 def command(base, **changes):
@@ -34,3 +37,23 @@ def run_on_two(script, words):
     done = subprocess.run([*launch, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+class KilledError(Exception):
+    """As SIGKILL, which leaves no time for anything."""
+
+
+@contextmanager
+def killed(trainer_class, when):
+    """A training in this context is killed before the step at which `when` is true of its trainer."""
+    step = trainer_class.training_step
+
+    def training_step(trainer, *arguments, **options):
+        if when(trainer):
+            raise KilledError
+        return step(trainer, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_class, "training_step", training_step)
+        with pytest.raises(KilledError):
+            yield

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny import sizes
-from training.scripts import command
+from training.scripts import command, killed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 import lightformers_hf
@@ -135,23 +135,13 @@ def test_cross_validation_learns_and_reports_mean_and_spread(base, tmp_path, cap
         assert words in printed
 
 
-def test_a_killed_cross_validation_goes_on(base, tmp_path, monkeypatch):
+def test_a_killed_cross_validation_goes_on(base, tmp_path):
     options = base | {"num_folds": 3, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     script.main(command(options, output_dir=tmp_path / "whole"))
-
-    class KilledError(Exception):
-        pass
-
-    def killed(trainer, *args, **kwargs):
-        if trainer.args.output_dir.endswith("fold-1") and trainer.state.global_step == 5:
-            raise KilledError
-        return step(trainer, *args, **kwargs)
-
-    step = script.FiniteTrainer.training_step
-    with monkeypatch.context() as patch:
-        patch.setattr(script.FiniteTrainer, "training_step", killed)
-        with pytest.raises(KilledError):
-            script.main(command(options))
+    with killed(
+        script.FiniteTrainer, lambda one: one.args.output_dir.endswith("fold-1") and one.state.global_step == 5
+    ):
+        script.main(command(options))
     with pytest.raises(FileExistsError, match=r"fold-0 is not empty.*resume-from-checkpoint"):
         script.main(command(options))
     with pytest.raises(ValueError, match=r"begun with learning_rate 0.01, not 0.1"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import sizes
-from training.scripts import command, losses, run_on_two
+from training.scripts import command, killed, losses, run_on_two
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf import convert, translate
@@ -74,7 +74,7 @@ def test_a_whole_run(base, tmp_path, tiny_marian, capsys, parallel_sentences):
     assert f"{unique_parameters(model):,}" in printed  # positions are computed, not learned
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_marian, monkeypatch):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_marian):
     config = AutoConfig.from_pretrained(tiny_marian)
     config.dropout = 0.1  # the random state has to come back too
     config.save_pretrained(tmp_path / "config")
@@ -88,21 +88,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(base, tmp_path, tiny_ma
         "gradient_accumulation_steps": 2,
     }
     script.main(command(options))
-
-    class KilledError(Exception):
-        pass
-
-    def killed(trainer, *args, **kwargs):
-        if trainer.state.global_step == 10:
-            raise KilledError
-        return step(trainer, *args, **kwargs)
-
-    step = RecoveryTrainer.training_step
     cut_off = options | {"output_dir": tmp_path / "cut"}
-    with monkeypatch.context() as patch:
-        patch.setattr(RecoveryTrainer, "training_step", killed)
-        with pytest.raises(KilledError):
-            script.main(command(cut_off))
+    with killed(RecoveryTrainer, lambda trainer: trainer.state.global_step == 10):
+        script.main(command(cut_off))
     half = tmp_path / "cut" / "checkpoint-12"  # what a kill while saving leaves
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
@@ -137,12 +125,9 @@ def test_a_run_that_had_all_its_steps_is_not_trained_on(base, tmp_path, best):
     assert torch.equal(after[name], last[name]) == (not best or state["best_global_step"] == 4)
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_run_ends_when_validation_finds_nothing_better(base, tmp_path, monkeypatch, killed):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_ends_when_validation_finds_nothing_better(base, tmp_path, monkeypatch, resumes):
     found = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.2, 5: 1.0}  # {step: validation loss}, whatever is trained
-
-    class KilledError(Exception):
-        pass
 
     def evaluate(trainer, *args, **kwargs):
         metrics = {"eval_loss": found[trainer.state.global_step]}
@@ -150,20 +135,12 @@ def test_a_run_ends_when_validation_finds_nothing_better(base, tmp_path, monkeyp
         trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
         return metrics
 
-    def step_or_end(trainer, *args, **kwargs):
-        if trainer.state.global_step == 3:
-            raise KilledError
-        return step(trainer, *args, **kwargs)
-
-    step = RecoveryTrainer.training_step
     monkeypatch.setattr(RecoveryTrainer, "evaluate", evaluate)
     options = base | {"validation_file": tmp_path / "few.jsonl", "save_strategy": None, "max_steps": 9}
     run = command(options | {"early_stopping_patience": 2, "eval_steps": 1})
-    if killed:  # after one of the two evaluations that find nothing better
-        with monkeypatch.context() as patch:
-            patch.setattr(RecoveryTrainer, "training_step", step_or_end)
-            with pytest.raises(KilledError):
-                script.main(run)
+    if resumes:  # after one of the two evaluations that find nothing better
+        with killed(RecoveryTrainer, lambda trainer: trainer.state.global_step == 3):
+            script.main(run)
         run.append("--resume-from-checkpoint")
     script.main(run)
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
