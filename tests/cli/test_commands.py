@@ -23,13 +23,13 @@ from pathlib import Path
 import click
 import pytest
 from huggingface_hub import constants
+from test_api import measure_nothing
 from test_hub import hub  # noqa: F401, a fixture
 
 import lightformers_hf
 from lightformers_hf import CompressionOptions, cli, convert
 from lightformers_hf.cli import framework
 from lightformers_hf.evaluation import comparison
-from lightformers_hf.evaluation.speed import speed_of
 from lightformers_hf.hub import Push
 
 
@@ -42,6 +42,7 @@ def every_command(group, *names):
             yield " ".join((*names, name)), command
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 GROUP = cli.app
 COMMANDS = dict(every_command(GROUP))
 # A filter and a server. All others answer.
@@ -162,13 +163,7 @@ def test_json_is_all_there_is_on_stdout(lightformers, workplace, hub, monkeypatc
     monkeypatch.setattr("lightformers_hf.workflows.compress.compress", lambda *_, **__: made)
     names = ("@huggingface/transformers", "onnxruntime-web")
     monkeypatch.setattr("lightformers_hf.engines.web.vendor", lambda _: dict.fromkeys(names, "1.0"))
-    monkeypatch.setattr(  # which takes a process of its own
-        comparison,
-        "_measure_speed",
-        lambda places, *_, **__: [
-            comparison.Timing(place.model, place.form, 1, 1, 1, speed_of([(2, 0.1)])) for place in places
-        ],
-    )
+    monkeypatch.setattr(comparison, "_measure_speed", measure_nothing)  # which takes a process of its own
     command = [*words.split(), *shlex.split(GOOD[words])]
     code, out, err = lightformers(*command, "--json", "-")
     assert code == 0, err
@@ -350,8 +345,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
         "    try: app(words)\n    except SystemExit as end: assert end.code == 1, words\n"
         "assert not {'torch', 'transformers', 'datasets'} & {*sys.modules}"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT)
     assert (done.returncode, done.stderr.count("error:")) == (0, len(words)), done.stderr
 
 
@@ -367,11 +361,10 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tiny_marian, tmp_
 )
 def test_closed_streams_end_only_what_needs_them(words, closed, code, message, tiny_marian, tmp_path):
     (tmp_path / "in.txt").write_text("Ein Hund.\n")
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     command = [sys.executable, "-m", "lightformers_hf", *words.replace("MODEL", str(tiny_marian)).split()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     close = partial(os.close, closed)
-    done = subprocess.run(command, preexec_fn=close, cwd=tmp_path, env=environment, **pipes)
+    done = subprocess.run(command, preexec_fn=close, cwd=tmp_path, env=ENVIRONMENT, **pipes)
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
     assert ("Usage:" in done.stdout) == (words == "--help")
     if "--output" in words:
@@ -432,9 +425,8 @@ streams.GRACE = 0.2
 commands.app.commands["demo"].function = wait
 commands.main()
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     command = [sys.executable, "-c", script, "demo", "x"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.terminate()
         try:
@@ -454,9 +446,8 @@ importlib.import_module("lightformers_hf.conversion.convert").write_report = wai
 main()
 """
     command = [sys.executable, "-c", script, "convert", str(tiny_marian), *"light --rank 4 --method paper".split()]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT | {"TMPDIR": str(tmp_path)}, **streams) as process:
         assert process.stdout.readline() == "writing\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143

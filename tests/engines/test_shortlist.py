@@ -43,6 +43,18 @@ def read_shortlist(folder, tokens):
     return ids.pop(""), {tokens[source]: targets for source, targets in ids.items()}
 
 
+def find_outputs(folder, tokenizer, model, sentences, **options):
+    """(what the engine makes of each sentence, what the model makes of it with every other token suppressed)."""
+    always, given = read_shortlist(folder, tokenizer.get_vocab())
+    engine = load_engine(folder)
+    for sentence in sentences:
+        ids = tokenizer(sentence)["input_ids"]
+        rest = sorted({*range(model.config.vocab_size)} - always.union(*(given.get(token, ()) for token in ids)))
+        asked = options | {"max_length": None, "suppress_tokens": rest, "renormalize_logits": True}
+        (found,) = engine.generate([ids], **options)
+        yield found, model.generate(torch.tensor([ids]), **asked)[0, 1:].tolist()
+
+
 @pytest.mark.parametrize("to", ENGINES)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_outputs_are_those_with_every_other_token_suppressed(tiny_marian, text, tmp_path, monkeypatch, to, beams):
@@ -54,17 +66,8 @@ def test_outputs_are_those_with_every_other_token_suppressed(tiny_marian, text, 
     model.save_pretrained(light)
     report = export(light, tmp_path / "out", to=to, shortlist=text, quantization="float32")
     assert report.shortlist.candidates < report.shortlist.vocabulary / 2
-    always, given = read_shortlist(tmp_path / "out", tokenizer.get_vocab())
-    engine = load_engine(tmp_path / "out")
-    for sentence in GERMAN[:4]:
-        ids = tokenizer(sentence)["input_ids"]
-        allowed = always.union(*(given.get(token, ()) for token in ids))
-        rest = sorted({*range(model.config.vocab_size)} - allowed)
-        options = {"num_beams": beams, "max_new_tokens": 12, "max_length": None}
-        expected = model.generate(
-            torch.tensor([ids]), **options, suppress_tokens=rest, renormalize_logits=True
-        )[0, 1:].tolist()  # fmt: skip
-        (found,) = engine.generate([ids], num_beams=beams, max_new_tokens=12)
+    options = {"num_beams": beams, "max_new_tokens": 12}
+    for found, expected in find_outputs(tmp_path / "out", tokenizer, model, GERMAN[:4], **options):
         assert found == expected
 
 
@@ -79,14 +82,8 @@ def test_translations_begin_in_their_language(text, tmp_path, monkeypatch, to):
     model.generation_config.update(early_stopping=True, forced_eos_token_id=None)
     model.save_pretrained(tmp_path / "pair")
     export(tmp_path / "pair", tmp_path / "out", to=to, shortlist=text, **sides, quantization="float32")
-    always, given = read_shortlist(tmp_path / "out", tokenizer.get_vocab())
-    engine = load_engine(tmp_path / "out")
-    for sentence in GERMAN[:3]:
-        ids = tokenizer(sentence)["input_ids"]
-        rest = sorted({*range(model.config.vocab_size)} - always.union(*(given.get(token, ()) for token in ids)))
-        options = {"num_beams": 1, "max_new_tokens": 8, "max_length": None}
-        expected = model.generate(torch.tensor([ids]), **options, suppress_tokens=rest)[0, 1:].tolist()
-        (found,) = engine.generate([ids], num_beams=1, max_new_tokens=8)
+    options = {"num_beams": 1, "max_new_tokens": 8}
+    for found, expected in find_outputs(tmp_path / "out", tokenizer, model, GERMAN[:3], **options):
         assert found == expected[: len(found)]
         assert tokenizer.convert_ids_to_tokens(found[0]) == "fra_Latn"
 

@@ -290,12 +290,6 @@ def test_every_architecture_refuses_what_no_table_has(config_class, fields, mess
         config_class(**fields)
 
 
-def test_ranks_that_no_matrix_of_a_subformer_allows():
-    config = SubformerConfig(**{**SUBFORMER, "sandwich_dim": 12, "attention_rank": 9, "sharing": "sandwich"})
-    with pytest.raises(ValueError, match=r"rank of encoder.safe.attn.q_proj is 9; a 8x8 matrix.*rank_pattern"):
-        SubformerModel(config)
-
-
 @pytest.mark.parametrize(
     ("width", "heads"),
     [(64, 1), (768, 12), (1024, 16), (2048, 16), (640, 8), (350, 10), (256, 4), (512, 8), (3072, 24)],
@@ -360,11 +354,6 @@ def test_a_causal_subformer_keeps_its_configuration(tmp_path):
     assert SubformerForCausalLM(SubformerConfig(**SUBFORMER, normalize_before=False)).config.normalize_before is False
     model.config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == model.config.to_dict()
-
-
-def test_ranks_that_no_matrix_of_a_partialformer_allows():
-    with pytest.raises(ValueError, match=r"rank of encoder.layers.0.self_attn.fc1 is 7; a 6x24 matrix.*rank_pattern"):
-        PartialFormerModel(PartialFormerConfig(**PARTIALFORMER, ffn_rank=7))
 
 
 def test_heads_are_free_of_the_width_under_head_scaling():
