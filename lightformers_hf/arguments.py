@@ -24,8 +24,10 @@ from .engines.arguments import (
     NumBeams,
     Output,
     Overwrite,
+    SourceCode,
     SourceLang,
     Split,
+    TargetCode,
     TargetLang,
     Tokenizer,
 )
@@ -183,19 +185,56 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
         pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Options of commands that read parallel text, and translate it."""
+@dataclass(frozen=True)
+class TranslateArguments:
+    """Arguments of the command `translate`."""
 
-    source_lang: SourceLang = None
-    target_lang: TargetLang = None
-    split: Split = "test"
-    max_samples: MaxSamples = None
+    model: Model
+    file: Annotated[Path | None, Help("Text, UTF-8. Default: standard input.", kind="file")] = None
+    _: KW_ONLY
+    output: Annotated[Path | None, Help("File to write. Default: standard output.", kind="file")] = None
     batch_size: BatchSize = 32
     num_beams: NumBeams = None
     max_new_tokens: MaxNewTokens = None
+    source_lang: SourceCode = None
+    target_lang: TargetCode = None
+    split: Annotated[
+        bool | None,
+        Help(
+            "Split text into sentences, and join their translations. Default: with models for translation. Those are "
+            "trained on sentences, and omit parts of longer text."
+        ),
+    ] = None
+    sample_seed: Annotated[int | None, Help("Sample, with this seed. Default: greedy or beam search.")] = None
     device: Device = "cpu"
-    metrics: Metrics = ()
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Arguments of the command `compare`."""
+
+    teacher: Annotated[str, Help("Folder or Hub name of the dense checkpoint.", kind="checkpoint")]
+    model: Annotated[str, Help("The smaller one; like the teacher, it may be an export.", kind="checkpoint")]
+    _: KW_ONLY
+    num_beams: Annotated[int | None, Help("Beams of both. Default: the smaller model's.", kind="count")] = None
+    max_new_tokens: MaxNewTokens = None
+    source_lang: SourceCode = None
+    target_lang: TargetCode = None
+    port: Annotated[int | None, Help("Port to serve at. Default: the first free one from 7860.", "N", kind="port")] = (
+        None
+    )
+    host: Annotated[str, Help("Address to serve at: 127.0.0.1 for this machine, 0.0.0.0 for all.")] = "127.0.0.1"
+    browser: Annotated[bool, Help("Open the page in the browser.", name="--open")] = False
+
+
+@dataclass(frozen=True)
+class DemoArguments:
+    """Arguments of the command `demo`."""
+
+    output: Annotated[Path, Help("Folder. Default: demo-output.", kind="file")] = Path("demo-output")
+    _: KW_ONLY
+    seed: Annotated[int, Help("Seed of the corpus and of every training.", kind="seed")] = 0
+    fresh: Annotated[bool, Help("Remove the output of an earlier demo, and start over.")] = False
 
 
 @dataclass(frozen=True)

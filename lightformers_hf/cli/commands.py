@@ -17,8 +17,10 @@ import click
 from .. import __version__
 from ..arguments import (
     BEGAN,
+    CompareArguments,
     CompressArguments,
     ConvertArguments,
+    DemoArguments,
     DistillArguments,
     EnginesArguments,
     EvaluateArguments,
@@ -26,8 +28,8 @@ from ..arguments import (
     PushArguments,
     RecoverArguments,
     ReportArguments,
-    TextOptions,
     TrainingOptions,
+    TranslateArguments,
 )
 from ..conversion.options import CompressionOptions
 from ..engines import ARGOS, check_engine_name, split_deployment
@@ -35,11 +37,7 @@ from ..engines.arguments import DeploymentOptions, ExportArguments, WebArguments
 from ..files import PAGE_FILE, check_file, check_folder, check_output, write_whole
 from .framework import Answer, Group, command
 from .parameters import (
-    AT_LEAST_ONE,
-    CHECKPOINT,
     FILE,
-    SEED,
-    Argument,
     check_installed,
     given,
     option,
@@ -180,25 +178,7 @@ def web(model: str, output: Path, overwrite: bool, **options: Any) -> Answer:
     return Answer.of(report, opening, output=str(output))
 
 
-MODEL = tuple(parameters_of(WebArguments, names=["model"]))
-CODES = tuple(parameters_of(WebArguments, names=["source_lang", "target_lang"]))
-
-
-@command(
-    *MODEL,
-    Argument("file", required=False, type=FILE, about="Text, UTF-8. Default: standard input."),
-    option("--output", type=FILE, help="File to write. Default: standard output."),
-    *parameters_of(TextOptions, names=["batch_size", "num_beams", "max_new_tokens"]),
-    *CODES,
-    option(
-        "--split/--no-split",
-        default=None,
-        help="Split text into sentences, and join their translations. Default: with models for translation. Those are "
-        "trained on sentences, and omit parts of longer text.",
-    ),
-    option("--sample-seed", type=int, help="Sample, with this seed. Default: greedy or beam search."),
-    *parameters_of(TextOptions, names=["device"]),
-)
+@command(*parameters_of(TranslateArguments))
 def translate(model: str, file: Path | None, output: Path | None, device: str, **options: Any) -> None:
     """Translate (or summarize) text, line by line.
 
@@ -254,16 +234,7 @@ def evaluate(model: str, **options: Any) -> Answer:
     return Answer.of(run(model, **options))
 
 
-@command(
-    Argument("teacher", type=CHECKPOINT, about="Folder or Hub name of the dense checkpoint."),
-    Argument("model", type=CHECKPOINT, about="The smaller one; like the teacher, it may be an export."),
-    option("--num-beams", type=AT_LEAST_ONE, help="Beams of both. Default: the smaller model's."),
-    *parameters_of(TextOptions, names=["max_new_tokens"]),
-    *CODES,
-    option("--port", type=click.IntRange(1, 65535), help="Port to serve at. Default: the first free one from 7860."),
-    option("--host", default="127.0.0.1", help="Address to serve at: 127.0.0.1 for this machine, 0.0.0.0 for all."),
-    option("--open", "browser", is_flag=True, help="Open the page in the browser."),
-)
+@command(*parameters_of(CompareArguments))
 def compare(teacher: str, model: str, port: int | None, host: str, browser: bool, **options: Any) -> None:
     """Serve a page to try two models side by side: type a sentence, see both translations, tokens and time.
 
@@ -314,11 +285,7 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
     return Answer.of(push_to_hub(model, name, results=results, **options))
 
 
-@command(
-    Argument("output", type=FILE, required=False, default="demo-output", about="Folder. Default: demo-output."),
-    option("--seed", type=SEED, default=0, help="Seed of the corpus and of every training."),
-    option("--fresh", is_flag=True, help="Remove the output of an earlier demo, and start over."),
-)
+@command(*parameters_of(DemoArguments))
 def demo(output: Path, seed: int, fresh: bool) -> Answer:
     """See it all work in five to ten minutes, offline: train a teacher, compress it, recover its quality, measure.
 

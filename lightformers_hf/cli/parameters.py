@@ -18,12 +18,10 @@ from ..text import check_data
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
 CHECKPOINT, DATA = click.Path(), click.Path()
-SEED = click.IntRange(0, 2**32 - 1)  # range of numpy
-AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
-MINUTES = click.FloatRange(min=0, min_open=True)
-TYPES: dict[str, click.ParamType] = {"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "seed": SEED}
-TYPES |= {"count": AT_LEAST_ONE, "number": click.INT, "minutes": MINUTES}
+TYPES: dict[str, click.ParamType] = {"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "number": click.INT}
+TYPES |= {"seed": click.IntRange(0, 2**32 - 1), "count": click.IntRange(min=1), "port": click.IntRange(1, 65535)}
+TYPES |= {"minutes": click.FloatRange(min=0, min_open=True)}  # and seeds have the range of numpy
 
 
 class CommandOption(click.Option):
@@ -59,20 +57,20 @@ def option(*names: str, values: Callable[[], Sequence[str]] | Sequence[str] = ()
     return CommandOption(names, show_default=settings.get("default") is not None, **settings)
 
 
-def parameters_of(
-    record: type, headings: Mapping[str, type] | None = None, *, names: Sequence[str] = ()
-) -> Iterator[click.Parameter]:
+def parameters_of(record: type, headings: Mapping[str, type] | None = None) -> Iterator[click.Parameter]:
     """The arguments and options of a command, from the record of its function.
 
-    `headings`: {heading in the help: a record whose fields stand under it}. `names`: only these fields.
+    `headings`: {heading in the help: a record whose fields stand under it}.
     """
     titles = {field.name: title for title, each in (headings or {}).items() for field in fields(each)}
     for found in options_of(record):
-        if found.help.kind == "hidden" or (names and found.name not in names):
+        if found.help.kind == "hidden":
             continue
         if found.is_positional:
-            many = -1 if get_origin(found.type) is Sequence else 1
-            yield Argument(found.name, type=TYPES.get(found.help.kind), about=found.help.text, nargs=many)
+            many = get_origin(found.type) is Sequence
+            settings = {"default": found.default, "required": False} if "Default:" in found.help.text else {}
+            about = found.help.text
+            yield Argument(found.name, about, type=TYPES.get(found.help.kind), nargs=-1 if many else 1, **settings)
         else:
             made = make_option(found)
             made.section = titles.get(found.name, "Options")

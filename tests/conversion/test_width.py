@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models.cases import T5
 from tiny import sizes
 from transformers import AutoModelForSeq2SeqLM
 
@@ -10,28 +11,12 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import width as module
 from lightformers_hf.conversion.sensitivity import Calibration
 from lightformers_hf.conversion.sharing import find_matrices
-from lightformers_hf.conversion.width import (
-    find_streams,
-    fold_norms,
-    narrow,
-    narrow_calibration,
-    principal_directions,
-)
+from lightformers_hf.conversion.width import find_streams, fold_norms, narrow, narrow_calibration, principal_directions
 from lightformers_hf.options import OptionError
 
 PRE_NORM = {"normalize_before": True, "final_layer_norm": True}
-T5 = {
-    **PRE_NORM,
-    "scale_embedding": False,
-    "scale_attention": False,
-    "use_bias": False,
-    "gated_ffn": True,
-    "position_embedding_type": "relative",
-    "normalization": "rms_norm",
-    "tie_word_embeddings": False,
-}
 MODELS = {
-    "t5": T5,
+    "t5": {**T5, "head_dim": 16, "relative_buckets": 32, "relative_furthest": 128, "tie_word_embeddings": False},
     "marian": {},
     "bart": {"position_embedding_type": "learned", "position_offset": 2, "layernorm_embedding": True},
     "pegasus": PRE_NORM,
