@@ -60,8 +60,7 @@ class ConvertArguments(PlanArguments):
     """Arguments of `convert`."""
 
     output: Annotated[
-        str | Path | None,
-        Help("The folder to write.", more="`None`: return the compressed model.", kind="file"),
+        str | Path | None, Help("The folder to write.", more="`None`: return the compressed model.", kind="file")
     ] = None
     _: KW_ONLY
     push_to_hub: Push = None
@@ -334,11 +333,7 @@ class PushArguments:
         ),
     ]
     name: Annotated[
-        str,
-        Help(
-            "user/model, or model in your own namespace on the Hub.",
-            more="A missing repository is created.",
-        ),
+        str, Help("user/model, or model in your own namespace on the Hub.", more="A missing repository is created.")
     ]
     _: KW_ONLY
     tokenizer: Tokenizer = None
@@ -427,8 +422,7 @@ class EnginesArguments:
     ] = None
     metrics: Metrics = ()
     shortlist: Annotated[
-        str | None,
-        Help("Text, as for export: adds every engine with a shortlist made from it.", kind="data"),
+        str | None, Help("Text, as for export: adds every engine with a shortlist made from it.", kind="data")
     ] = None
     source: SourceLang = None
     target: TargetLang = None

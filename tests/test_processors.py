@@ -10,14 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightformers_hf import processors
-from lightformers_hf.processors import (
-    FIRST_SHAPES,
-    MANY_SHAPES,
-    EvenProducts,
-    cast_once,
-    has_many_shapes,
-    use_threads,
-)
+from lightformers_hf.processors import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes, use_threads
 
 pytestmark = pytest.mark.quick
 

@@ -36,15 +36,7 @@ from ..engines import ARGOS, check_engine_name, split_deployment
 from ..engines.arguments import DeploymentOptions, ExportArguments, WebArguments
 from ..files import PAGE_FILE, check_file, check_folder, check_output, write_whole
 from .framework import Answer, Group, command
-from .parameters import (
-    FILE,
-    check_installed,
-    given,
-    option,
-    parameters_of,
-    pop_languages,
-    read_options,
-)
+from .parameters import FILE, check_installed, given, option, parameters_of, pop_languages, read_options
 from .streams import check_open, end_on_sigterm, open_streams, without_proxies
 
 NAME = "lightformers"

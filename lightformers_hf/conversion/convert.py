@@ -170,13 +170,7 @@ def nearest(agreements: Mapping[str, Agreement]) -> str:
 
 
 def make(
-    chosen: list[Choice],
-    originals: Originals,
-    measured: Measured,
-    *,
-    refits: bool,
-    dry: bool = False,
-    every: int = 1,
+    chosen: list[Choice], originals: Originals, measured: Measured, *, refits: bool, dry: bool = False, every: int = 1
 ) -> Candidate:
     """Make the smaller model of one candidate, refitted on every so many batches; of a `dry` run its skeleton."""
     # Without a refit, errors whose costs are not known are those of the values that are made.

@@ -28,16 +28,7 @@ from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..options import OptionError
 from ..rounding import quantize_rows
 from ..vocabularies import read_vocabularies
-from .layers import (
-    Attention,
-    Expansion,
-    Layer,
-    bias_or_zero,
-    model_type,
-    narrow_heads,
-    read_output,
-    read_stack,
-)
+from .layers import Attention, Expansion, Layer, bias_or_zero, model_type, narrow_heads, read_output, read_stack
 from .search import NEVER, Search
 from .shortlist import SHORTLIST_FILES, Shortlist, special_tokens
 

@@ -33,13 +33,7 @@ from ..decoding import (
 )
 from ..files import EXPORT_FILE, read_json
 from ..in_memory import AnyModel
-from ..languages import (
-    choose_prefix,
-    code_prefix,
-    language_code,
-    set_language_codes,
-    split_prefix,
-)
+from ..languages import choose_prefix, code_prefix, language_code, set_language_codes, split_prefix
 from ..loading import generate_tokens, load_network, load_pretrained, position_limit
 from ..models import pipelines
 from ..models.pipelines import SplitText, is_translator

@@ -47,17 +47,7 @@ from ..rounding import (
     rotate_factors,
     round_rows,
 )
-from .layers import (
-    Attention,
-    Biases,
-    Expansion,
-    Layer,
-    Source,
-    Stack,
-    model_type,
-    read_output,
-    read_stack,
-)
+from .layers import Attention, Biases, Expansion, Layer, Source, Stack, model_type, read_output, read_stack
 from .search import Search, Step, generate, log_softmax
 from .shortlist import Shortlist, narrow_search
 

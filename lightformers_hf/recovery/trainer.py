@@ -12,11 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
-from transformers import (
-    PreTrainedModel,
-    Seq2SeqTrainer,
-    Trainer,
-)
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import ModelOutput
 

@@ -398,11 +398,7 @@ Scored = tuple[str, float, bool]  # output, mean log p of a token, whether it is
 
 
 def translate_scored(
-    texts: Sequence[str],
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    **generation: int | None,
+    texts: Sequence[str], engine: Engine, tokenizer: PreTrainedTokenizerBase, batch_size: int, **generation: int | None
 ) -> list[Scored]:
     """The outputs for texts, in batches of similar length; those of too long texts are empty."""
     ids, limit = tokenizer(list(texts), verbose=False)["input_ids"], longest_input(engine, tokenizer)

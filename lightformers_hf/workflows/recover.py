@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, set_seed
 
 from ..arguments import BEGAN, RecoverArguments
 from ..engines.engine import ONE_OUTPUT
@@ -40,28 +35,13 @@ from ..files import (
     write_json,
 )
 from ..in_memory import identify, on_disk
-from ..languages import (
-    begin_with,
-    first_token_of,
-)
-from ..loading import (
-    check_vocabulary,
-    load_pretrained,
-    resolve_source,
-)
+from ..languages import begin_with, first_token_of
+from ..loading import check_vocabulary, load_pretrained, resolve_source
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 from ..options import OptionError, takes, values_of
 from ..processors import has_fast_bf16
-from ..recovery import (
-    check_reports,
-    load_distiller,
-    one_process,
-    remove_checkpoints,
-)
-from ..recovery.runs import (
-    hush_trainer,
-    keep_randomness,
-)
+from ..recovery import check_reports, load_distiller, one_process, remove_checkpoints
+from ..recovery.runs import hush_trainer, keep_randomness
 from ..text import data_name
 from .recover_speech import SoundRun
 from .run import TRANSLATIONS_FILE, VALIDATION_FILE, Recovery, Run
@@ -215,12 +195,7 @@ def trains_on_cpu(device: str | None) -> bool:
 
 
 def claim(
-    output: Path,
-    asked: dict[str, Any],
-    *,
-    overwrite: bool,
-    inputs: Sequence[str | None],
-    file: str = RECORD_FILE,
+    output: Path, asked: dict[str, Any], *, overwrite: bool, inputs: Sequence[str | None], file: str = RECORD_FILE
 ) -> dict[str, Any]:
     """The record, by the name of `file`, of the interrupted work that `output` holds, or a new one.
 

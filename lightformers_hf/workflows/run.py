@@ -37,25 +37,9 @@ from ..engines.engine import longest_input
 from ..evaluation.evaluate import choose_columns
 from ..evaluation.quality import METRICS, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
-from ..files import (
-    DISTILL_FILE,
-    read_json,
-    write_json,
-)
-from ..languages import (
-    language_code,
-    named_columns,
-    set_languages,
-    split_language,
-    split_prefix,
-)
-from ..loading import (
-    build_network,
-    check_checkpoint,
-    load_pretrained,
-    resolve_source,
-    unique_parameters,
-)
+from ..files import DISTILL_FILE, read_json, write_json
+from ..languages import language_code, named_columns, set_languages, split_language, split_prefix
+from ..loading import build_network, check_checkpoint, load_pretrained, resolve_source, unique_parameters
 from ..options import OptionError
 from ..recovery import (
     RecoveryTrainer,

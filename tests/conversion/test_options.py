@@ -3,12 +3,7 @@
 import pytest
 
 from lightformers_hf import CompressionOptions, StudyOptions
-from lightformers_hf.conversion.options import (
-    read_choice,
-    read_pattern,
-    read_quantity,
-    resolve_study,
-)
+from lightformers_hf.conversion.options import read_choice, read_pattern, read_quantity, resolve_study
 from lightformers_hf.conversion.rules import Energy, FixedRank, RankShare, Ratio
 from lightformers_hf.languages import split_language
 

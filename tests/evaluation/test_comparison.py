@@ -15,13 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from lightformers_hf import convert
 from lightformers_hf.engines import deployment_names
 from lightformers_hf.evaluation import comparison
-from lightformers_hf.evaluation.comparison import (
-    Deployed,
-    EngineComparison,
-    Timing,
-    _tell_languages,
-    compare_engines,
-)
+from lightformers_hf.evaluation.comparison import Deployed, EngineComparison, Timing, _tell_languages, compare_engines
 from lightformers_hf.evaluation.speed import Speed
 
 FORMS = deployment_names()

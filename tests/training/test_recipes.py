@@ -14,12 +14,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from training.scripts import command
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from lightformers_hf import cli
 from lightformers_hf.loading import unique_parameters
