@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -41,9 +40,6 @@ from .models.configuration_lightformer import FactorizedConfig
 from .options import takes
 from .results import Result
 from .stored import CheckpointReader
-
-if TYPE_CHECKING:
-    pass
 
 # Files that belong to a model; other files of its folder (optimizer states, logs, data) are not sent.
 MODEL_FILES = (

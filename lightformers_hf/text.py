@@ -337,8 +337,7 @@ def cut_texts(lengths: Mapping[str, Sequence[int]], limit: int) -> list[str]:
 
 def is_lines(data: str) -> bool:
     """Whether `data` is a file of plain lines: it is there, and its ending is none of data's."""
-    path = Path(os.path.expanduser(data))
-    return path.is_file() and Path(path.name.removesuffix(".gz")).suffix not in SUFFIXES
+    return os.path.isfile(os.path.expanduser(data)) and suffix_of(data) not in SUFFIXES
 
 
 def suffix_of(file: str | os.PathLike) -> str:
@@ -400,11 +399,6 @@ def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> s
         f"the data is a {type(data).__name__}: expected a file, or the name of a data set on the Hub. Write loaded "
         "rows to a file: Dataset.from_list(rows).to_json('rows.jsonl')"
     )
-
-
-def check_data(data: str) -> None:
-    """Raise `FileNotFoundError` or `ValueError` where `data` speaks of a file, and none is there."""
-    find_files(data)
 
 
 def list_files(data: str, files: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import click
 from ..conversion.options import CompressionOptions, read_pattern
 from ..files import check_folder, find_folder
 from ..options import Option, options_of
-from ..text import check_data
+from ..text import find_files
 
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
@@ -85,7 +85,7 @@ def make_option(found: Option) -> CommandOption:
     settings: dict[str, Any] = {"help": found.help.text}
     if bool in types:
         if found.default is False:
-            return option(name, is_flag=True, **settings)
+            return option(name, found.name, is_flag=True, **settings)
         return option(f"{name}/--no-{name[2:]}", default=found.default, **settings)
     numbers = [kind for kind in (float, int) if kind in types and str not in types]
     settings["type"] = TYPES.get(found.help.kind, numbers[0] if numbers else str)
@@ -106,7 +106,7 @@ def check_inputs(parameters: Sequence[click.Parameter], arguments: Mapping[str, 
         value = arguments.get(str(parameter.name))
         for name in filter(None, value if isinstance(value, tuple) else (value,)):
             if parameter.type is DATA:
-                check_data(name)
+                find_files(name)
             elif parameter.type is CHECKPOINT and (folder := find_folder(name)):
                 check_folder(folder)
 
@@ -140,8 +140,3 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
     found |= {"pattern": read_pattern(found["pattern"])} if "pattern" in found else {}
     CompressionOptions.of(found)
     return found
-
-
-def join_names(names: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

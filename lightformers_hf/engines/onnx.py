@@ -132,13 +132,10 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
     written = AutoConfig.for_model(family, **fields).to_dict()
     names = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES if is_speech else MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     written["architectures"] = [names[family]]
-    if is_speech:
-        write_json(written, folder / "config.json")
-        return
-    written["decoder_vocab_size"] = config.decoder_vocab_size
-    written["target_codes"] = list(getattr(source.tokenizer, "supported_language_codes", ()))  # for the page
-    if prefix:
-        written["prefix"] = prefix
+    if not is_speech:
+        written["decoder_vocab_size"] = config.decoder_vocab_size
+        written["target_codes"] = list(getattr(source.tokenizer, "supported_language_codes", ()))  # for the page
+        written |= {"prefix": prefix} if prefix else {}
     write_json(written, folder / "config.json")
 
 

@@ -24,7 +24,7 @@ from ..loading import hide_bars, resolve_source
 from ..options import OptionError, takes, values_of
 from ..processors import usual_settings
 from ..speech import is_sound
-from ..text import check_data
+from ..text import find_files
 
 
 @takes(PlanArguments)
@@ -111,4 +111,4 @@ def check_options(asked: CompressionOptions, study: StudyOptions | None) -> None
     """Raise an error for options that contradict a study's switches, or a text that is not there."""
     resolve_study(asked, study)
     for text in filterfalse(is_sound, asked.texts):
-        check_data(text)
+        find_files(text)
