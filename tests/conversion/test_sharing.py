@@ -4,6 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from conversion.metrics import logits
 from tiny import marian_tokens, sizes
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
@@ -232,12 +233,6 @@ def rearrange(layer):
     layer.fc1.weight.copy_(layer.fc1.weight[order])
     layer.fc1.bias.copy_(layer.fc1.bias[order])
     layer.fc2.weight.copy_(layer.fc2.weight[:, order])
-
-
-def logits(model) -> torch.Tensor:
-    ids = torch.arange(1, 21).view(2, 10)
-    with torch.no_grad():
-        return model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=ids[:, 3:9]).logits
 
 
 GROUPS = {"encoder_groups": 1, "decoder_groups": 1, "progress": False}

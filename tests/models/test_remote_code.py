@@ -1,13 +1,9 @@
 """A stranger without this package loads a checkpoint from the code that lies beside its weights."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from models.cases import VARIANTS, every, make_model
-from models.strangers import AUTO, BLOCKER, inputs_for
+from models.strangers import AUTO, BLOCKER, inputs_for, run_apart
 
 STRANGER = (
     BLOCKER
@@ -50,15 +46,7 @@ def root(tmp_path_factory):
         model.save_pretrained(folder)
         torch.save(inputs_for(model), folder / "inputs.pt")
         arguments += [str(folder), AUTO[head]]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "HF_HOME": str(root / "home"),
-        "HF_MODULES_CACHE": str(root / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", STRANGER, *arguments]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_apart(STRANGER, *arguments, folder=root, HF_HUB_OFFLINE="1")
     return root
 
 

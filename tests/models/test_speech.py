@@ -1,13 +1,9 @@
 """A LightFormer for speech of full rank computes what Whisper computes, and generates what it generates."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
-from models.strangers import BLOCKER
+from models.strangers import BLOCKER, run_apart
 from speech import RATE, SECONDS, make_whisper, sound, texts
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor, pipeline
 
@@ -138,11 +134,7 @@ torch.save(tokens, "tokens.pt")
 def test_users_without_the_package_load_its_code(models, processor, folders, tmp_path):
     features = processor(WAVES[0], sampling_rate=RATE, return_tensors="pt")["input_features"]
     torch.save(features, tmp_path / "inputs.pt")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", STRANGER, str(folders[1])]
-    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_apart(STRANGER, folders[1], folder=tmp_path, HF_HUB_OFFLINE="1")
     expected = models[0].generate(features, language="en")
     assert torch.equal(torch.load(tmp_path / "tokens.pt", weights_only=True), expected)
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from conversion.metrics import logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import marian_tokens, sizes
@@ -156,12 +157,6 @@ def narrow_inside(tmp_path_factory):
                 layer.fc1.weight[4:8], layer.fc1.bias[4:8] = 2 * layer.fc1.weight[8:12], 2 * layer.fc1.bias[8:12]
     model.save_pretrained(folder)
     return folder, model
-
-
-def logits(model) -> torch.Tensor:
-    ids = torch.arange(1, 21).view(2, 10)
-    with torch.no_grad():
-        return model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=ids[:, 3:9]).logits
 
 
 def test_what_heads_and_neurons_do_not_use_is_left_out_without_loss(narrow_inside, tmp_path, monkeypatch):
