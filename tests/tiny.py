@@ -52,3 +52,16 @@ def make_tokenizer(folder: Path, sentences: Iterable[str], vocab_size: int = 120
     )  # fmt: skip
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def word_tokenizer(words: Iterable[str], end: str | None = None, **special: str):
+    """A fast tokenizer of whole words, whose ids are their places; `end` stands behind each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if end is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, ids[end])])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conversion.reports import matrix, report_of
-from tiny import sizes
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
+from tiny import sizes, word_tokenizer
+from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration
 
 from lightformers_hf import convert, plan
 from lightformers_hf.checkpoints.teacher import read
@@ -61,13 +60,9 @@ def sure_teacher(tmp_path_factory):
     """A BART that knows words by heart, each output nearly certain but the last letters of 30 words, and the words."""
     folder = tmp_path_factory.mktemp("sure")
     sources, targets = words()
-    vocabulary = {"<s>": 0, "<pad>": PAD, "</s>": END, "<unk>": 3}
-    vocabulary |= {chr(ord("a") + index): FIRST + index for index in range(ALPHABET)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
     names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    alphabet = (chr(ord("a") + index) for index in range(ALPHABET))
+    word_tokenizer([*names.values(), *alphabet], "</s>", **names).save_pretrained(folder)
 
     def text(ids: list[int]) -> str:
         return " ".join(chr(ord("a") + token - FIRST) for token in ids)

@@ -12,7 +12,7 @@ from conversion.metrics import distance
 from conversion.teachers import TEACHERS, batch, make_teacher
 from models.cases import like_trained
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
+from transformers import AutoModelForSeq2SeqLM, MarianMTModel
 
 from lightformers_hf import StudyOptions, convert, plan
 from lightformers_hf.checkpoints.teacher import read
@@ -224,17 +224,6 @@ def test_sources_in_shards_pickled_or_without_a_head_give_the_same_result(teache
         actual = tensors(tmp_path / f"out-{kind}")
         compared = expected.keys() - ({"final_logits_bias"} if kind == "base" else set())
         assert all(torch.equal(actual[name], expected[name]) for name in compared)
-
-
-def test_the_tokenizer_comes_along(tiny_marian, tmp_path):
-    convert(tiny_marian, tmp_path / "out", method="paper", progress=False)
-    before, after = AutoTokenizer.from_pretrained(tiny_marian), AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "Ein Mann läuft über die Straße."
-    assert type(before) is type(after)
-    assert before(text)["input_ids"] == after(text)["input_ids"]
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
-    output = model.generate(**after(text, return_tensors="pt"))
-    assert isinstance(after.decode(output[0], skip_special_tokens=True), str)
 
 
 # ---- bad input: one clear message, and nothing written ----

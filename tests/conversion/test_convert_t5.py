@@ -7,7 +7,8 @@ import torch
 from checkpoints.families.test_t5 import make_teacher
 from conversion.metrics import assert_sums_close, distance
 from models.cases import padded, sentences
-from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from tiny import word_tokenizer
+from transformers import AutoModelForSeq2SeqLM
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.checkpoints.teacher import read
@@ -245,12 +246,6 @@ def words() -> list[str]:
     return ["<s>", "<pad>", "</s>", "<unk>", "say", "it:", *(f"w{number}" for number in range(40))]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer():
     """A tokenizer of words, with an end behind each text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words())}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return word_tokenizer(words(), "</s>", unk_token="<unk>", pad_token="<pad>", eos_token="</s>")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conversion.teachers import TEACHERS, make_teacher
 from models.cases import VARIANTS, make_model
-from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tiny import word_tokenizer
+from transformers import AutoTokenizer
 
 from lightformers_hf import translate
 from lightformers_hf.engines import ENGINES, export, load_engine
@@ -248,21 +248,14 @@ def test_ctranslate2_alone_needs_nothing_of_ours(exported, tiny_marian, parallel
 
 
 def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
-    words = {f"w{token}": token for token in range(35)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    words = [f"w{token}" for token in range(35)]
     model = make_model("ConditionalGeneration", "lightformer")
     folder = save(model, tmp_path / "model")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w1"
-    ).save_pretrained(folder)
+    word_tokenizer(words, unk_token="w3", eos_token="w2", pad_token="w1").save_pretrained(folder)
     export(folder, tmp_path / "out", to="ctranslate2", quantization="float32")
     assert_same_tokens(model, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text())[33:37] == [
-        "w33",
-        "w34",
-        "<id_35>",
-        "<id_36>",
-    ]
+    vocabulary = json.loads((tmp_path / "out" / "shared_vocabulary.json").read_text())
+    assert vocabulary[33:37] == ["w33", "w34", "<id_35>", "<id_36>"]
 
 
 def test_command_line(exported, tiny_marian, tmp_path, lightformers):

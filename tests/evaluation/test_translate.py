@@ -12,16 +12,8 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from tiny import word_tokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from lightformers_hf.decoding import describe_strategies
 from lightformers_hf.engines import export, load_engine
@@ -303,9 +295,7 @@ def test_a_code_of_the_target_language_stands_before_every_sentence_of_its_line(
 
 
 def test_a_model_without_languages_gets_whole_texts():
-    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-    (split,) = split_texts(["A first sentence. A second one."], tokenizer, 64)
+    (split,) = split_texts(["A first sentence. A second one."], word_tokenizer(["<unk>"], unk_token="<unk>"), 64)
     assert len(split.pieces) == 1
 
 

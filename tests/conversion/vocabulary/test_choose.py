@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ENGLISH, GERMAN
 from conversion.vocabulary.checkpoints import make_checkpoint
+from tiny import word_tokenizer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from lightformers_hf import convert, plan
@@ -131,14 +132,8 @@ def test_one_pair_has_no_languages(tiny_marian, text, tmp_path):
 
 
 def test_a_tokenizer_of_no_known_kind(tiny_marian, text, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     shutil.copytree(tiny_marian, tmp_path / "words", ignore=lambda *_: ["vocab.json", "source.spm", "target.spm"])
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "Hund": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(
-        tmp_path / "words"
-    )
+    words = ["[UNK]", "[PAD]", "Hund"]
+    word_tokenizer(words, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(tmp_path / "words")
     with pytest.raises(ValueError, match=r"not supported \(its model is WordLevel.*remove vocabulary"):
         plan(tmp_path / "words", vocabulary=text, progress=False)
