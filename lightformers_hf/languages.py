@@ -5,7 +5,6 @@ Importing this file imports nothing else: reading options needs no library.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from typing import TYPE_CHECKING, Any
@@ -190,7 +189,7 @@ def set_language_codes(
     Raises:
         ValueError: one code alone, an unknown code, or one for a tokenizer without codes.
     """
-    from .models.pipelines import language_tokens  # needs libraries
+    from .models.pipelines import find_unsupported, language_tokens  # needs libraries
 
     if not (source or target):
         return None
@@ -218,20 +217,15 @@ def set_language_codes(
                 f"{tokenizer.name_or_path} translates from {own[0]} to {own[1]}: {remedy}"
             )
         return None
-    known = [*language_tokens(tokenizer)]
+    tokens = language_tokens(tokenizer)
     codes = {name: split_language(text)[1] for name, text in (("source_lang", source), ("target_lang", target))}
-    if columns and not explicit and tokenizer.tgt_lang is not None and not set(codes.values()) <= set(known):
+    if columns and not explicit and tokenizer.tgt_lang is not None and not all(map(tokens.get, codes.values())):
         return None
     for name, code in codes.items():
         if code is None:
             raise OptionError(name, " is missing: the codes of a multilingual tokenizer's languages go together")
-        if code not in known:
-            near = difflib.get_close_matches(code, known) or [other for other in known if other[:2] == code[:2]][:5]
-            raise OptionError(
-                name,
-                f" is {code!r}, which {tokenizer.name_or_path} does not support; there is "
-                f"{' or '.join(near or known[-5:])} (where the data's column has another name, COLUMN=CODE)",
-            )
+        if fault := find_unsupported(code, tokenizer):
+            raise OptionError(name, f"{fault} (where the data's column has another name, COLUMN=CODE)")
     tokenizer.src_lang, tokenizer.tgt_lang = codes["source_lang"], codes["target_lang"]
     return first_token(tokenizer)
 

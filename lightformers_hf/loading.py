@@ -211,6 +211,14 @@ def no_tokenizer(name: str | os.PathLike) -> ValueError:
     )
 
 
+def no_extractor(name: str | os.PathLike) -> ValueError:
+    """The error where a model for speech comes without a feature extractor."""
+    return ValueError(
+        f"{name} holds no feature extractor (preprocessor_config.json), which makes spectrograms of sound: put the "
+        "file of the model that it was trained from there"
+    )
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | os.PathLike) -> None:
     """Raise `ValueError` for a tokenizer without words, numbers that are not whole, and languages that are no text."""
     if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "▁", "Ġ"}:

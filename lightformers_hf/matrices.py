@@ -117,12 +117,7 @@ def product_of(
         dtype: precision of the product and of the result; by default the result has the type of the module.
         device: computes the product, by default the module's device: not every device supports float64.
     """
-    first, *others = (factor.to(device or factor.device) for factor in factors_of(module))
-    precision = dtype or torch.promote_types(first.dtype, torch.float32)
-    if not others:
-        return first if dtype is None else first.to(dtype)
-    product = torch.linalg.multi_dot([factor.to(precision) for factor in (first, *others)])
-    return product if dtype else product.to(first.dtype)
+    return Weight(*(factor.to(device or factor.device) for factor in factors_of(module))).product(dtype)
 
 
 def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

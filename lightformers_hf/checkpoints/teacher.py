@@ -46,6 +46,7 @@ from ..loading import (
     load_network,
     load_pretrained,
     main_dtype,
+    no_extractor,
     no_tokenizer,
     printable_name,
     resolve_source,
@@ -97,10 +98,7 @@ class Teacher:
     def need_extractor(self) -> FeatureExtractionMixin:
         """The feature extractor. Raises `ValueError` if there is none."""
         if self.feature_extractor is None:
-            raise ValueError(
-                f"{self.name} holds no feature extractor (preprocessor_config.json), which makes spectrograms of "
-                "sound: put the file of the model that it was trained from there"
-            )
+            raise no_extractor(self.name)
         return self.feature_extractor
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -187,8 +187,9 @@ class CompressionOptions:
                 object.__setattr__(self, name, int(given))
         if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
             raise OptionError(given[0], " needs ", "vocabulary", ": text in these languages, whose tokens stay")
-        if self.vocabulary_size is not None and self.vocabulary_size < 1:
-            raise OptionError("vocabulary_size", f" is {self.vocabulary_size}, expected 1 or more")
+        for name in self._given("vocabulary_size", "calibration_samples"):
+            if getattr(self, name) < 1:
+                raise OptionError(name, f" is {getattr(self, name)}, expected 1 or more")
         if self.d_model is not None and not re.fullmatch(r"[1-9]\d*|\d+(\.\d+)?%", str(self.d_model)):
             raise OptionError("d_model", f" is {self.d_model!r}, expected a whole number (384) or a share (75%)")
         _check_choice("method", self.method, METHODS)
@@ -196,8 +197,6 @@ class CompressionOptions:
             raise OptionError(
                 "pattern", f" is {self.pattern!r}, expected a dictionary: {{'ffn': '4x', 'fc1': 'dense'}}"
             )
-        if self.calibration_samples is not None and self.calibration_samples < 1:
-            raise OptionError("calibration_samples", f" is {self.calibration_samples}, expected 1 or more")
         if len(given := self._given(*HOW_FAR)) > 1:
             raise OptionError(*join_options(given), " are given, expected one of them")
         for name in self._given("params", "size"):

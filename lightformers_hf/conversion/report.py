@@ -356,9 +356,7 @@ def read_report(file: Path) -> CompressionReport | None:
     if not content:
         return None
     try:
-        # Reports of earlier versions lack these fields.
-        later = {"vocabulary": {}, "processor": {}, "agreement": None, "candidates": {}, "features": []}
-        report = as_kind(later | content, CompressionReport, "the report")
+        report = as_kind(content, CompressionReport, "the report")  # earlier versions wrote no fields with a default
         pairs = [report.layers.get(stack, []) for stack in STACKS] + [report.groups.get(stack, []) for stack in STACKS]
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
             raise ValueError("layers and groups hold two numbers for each stack")

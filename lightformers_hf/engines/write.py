@@ -222,7 +222,7 @@ def write_text(
         package=f"{argos.package_name(package)}.argosmodel" if package else "",
     )
     example = "" if tokenizer.missing else fill_example(engine, source, Path(call.output).name, prefix)
-    write_report(call, source, report, folder, getattr(engine, "LIBRARY", to), example)
+    write_report(call, source, report, folder, engine, example)
     return report
 
 
@@ -239,13 +239,14 @@ def write_generation(source: Source, folder: Path) -> bool:
 
 
 def write_report(
-    call: ExportArguments, source: Source, report: ExportReport, folder: Path, library: str, example: str
+    call: ExportArguments, source: Source, report: ExportReport, folder: Path, engine: EngineFile, example: str
 ) -> None:
     """Write `export.json` and the card."""
     write_json(asdict(report), folder / EXPORT_FILE)
     lines = report.lines(Path(call.output).name)
-    names = {"engine": report.engine, "form": report.quantization, "library": library}
-    write_card(folder, source, lines=lines, example=example, **names)
+    names = {"engine": report.engine, "form": report.quantization}
+    library = getattr(engine, "LIBRARY", report.engine)
+    write_card(folder, source, lines=lines, example=example, library=library, **names)
 
 
 def describe_export(source: Source, expansion: Expansion, **fields: Any) -> ExportReport:
@@ -317,14 +318,16 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
     sizes: dict[str, Any] = {"weight_bytes": written, "difference": difference, "beside": beside, "reads_sound": True}
     report = describe_export(source, expansion, engine=to, quantization=quantization, **sizes)
     example = engine.SPEECH_EXAMPLE.format(folder=Path(call.output).name)
-    write_report(call, source, report, folder, getattr(engine, "LIBRARY", to), example)
+    write_report(call, source, report, folder, engine, example)
     return report
 
 
-def too_different(difference: float, limit: float, *, exact: bool) -> ValueError:
-    """The error about an export whose log-probabilities are not the checkpoint's."""
+def check_difference(difference: float, limit: float, *, exact: bool) -> float:
+    """The difference. Raises `ValueError` where an export's log-probabilities are not the checkpoint's."""
+    if difference <= limit:
+        return difference
     remedy = "Please report it." if exact else "Export it with quantization float32 (--quantization float32)."
-    return ValueError(
+    raise ValueError(
         f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
         f"{limit:.2g}: nothing was written. {remedy}"
     )
@@ -350,9 +353,7 @@ def measure_speech(source: Source, engine: EngineFile, folder: Path, quantizatio
     difference, exact = abs(score - float(expected)) / len(tokens), quantization == "float32"
     allowed = log_p[log_p.isfinite()]
     limit = EXACT if exact else ALIKE * float((allowed - allowed.mean()).abs().mean())
-    if not difference <= limit:
-        raise too_different(difference, limit, exact=exact)
-    return difference
+    return check_difference(difference, limit, exact=exact)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -417,8 +418,7 @@ def measure_difference(source: Teacher, engine: EngineFile, folder: Path, quanti
     else:
         spread = fmean((expected - expected.mean()).abs().tolist())
         difference, limit = float(errors.mean()), ALIKE * spread
-    if not difference <= limit:
-        raise too_different(difference, limit, exact=exact)
+    check_difference(difference, limit, exact=exact)
     if exact:
         return difference
     own = models[0].generate(sources, search.with_options(1, longest, None))

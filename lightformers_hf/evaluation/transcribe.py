@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor, G
 
 from ..engines import RunningSpeech, load_engine_file
 from ..files import EXPORT_FILE, read_json
-from ..loading import load_pretrained, unique_parameters, weight_bytes
+from ..loading import load_pretrained, no_extractor, unique_parameters, weight_bytes
 from ..processors import use_threads
 from ..speech import RATE, Sound, check_language, find_sounds, prompt_of
 from .quality import SPEECH, check_metrics, choose_metrics, difference, score, signatures
@@ -72,10 +72,7 @@ def load_processor(folder: Path) -> ProcessorMixin:
         processor = load_pretrained(AutoProcessor, folder)
         processor.feature_extractor.chunk_length  # noqa: B018, a tokenizer alone has none
     except (OSError, AttributeError):
-        raise ValueError(
-            f"{folder} holds no feature extractor (preprocessor_config.json), which makes spectrograms of sound: put "
-            "the file of the model that it was trained from there"
-        ) from None
+        raise no_extractor(folder) from None
     return processor
 
 

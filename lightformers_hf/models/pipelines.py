@@ -190,15 +190,13 @@ def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return dict(getattr(tokenizer, "lang_code_to_token", None) or special)  # M2M100's codes are no tokens
 
 
-def check_language(name: str, code: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` naming an argument whose code the tokenizer does not support."""
+def find_unsupported(code: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What is wrong with the code of a language that the tokenizer does not support; otherwise nothing."""
     known = [*language_tokens(tokenizer)]
-    if code not in known:
-        near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]][:5]
-        raise ValueError(
-            f"{name} is {code!r}, which {tokenizer.name_or_path} does not support; there is "
-            f"{' or '.join(near or known[-5:])}"
-        )
+    if code in known:
+        return ""
+    near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]] or known[-5:]
+    return f" is {code!r}, which {tokenizer.name_or_path} does not support; there is {' or '.join(near[:5])}"
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -528,8 +526,8 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         if source is None or (target is None and configured is None):
             raise ValueError("Translation requires a `src_lang` and a `tgt_lang` for this model")
         for name, code in (("src_lang", source), ("tgt_lang", target)):
-            if code is not None:
-                check_language(name, code, tokenizer)
+            if code is not None and (fault := find_unsupported(code, tokenizer)):
+                raise ValueError(f"{name}{fault}")
         tokenizer.src_lang = source
         try:
             found, _ = super().preprocess(inputs, truncation, split)
