@@ -46,18 +46,16 @@ class CTranslate2Exporter(HfExporter):
         self, model: PreTrainedModel, sample_inputs: Mapping[str, Any], config: ExportConfigMixin
     ) -> tuple[dict[str, bytes], ExportMetadata]:
         """Return the program, and what is known about it. Nothing is traced: `sample_inputs` are not used."""
-        from .engines import ctranslate2
         from .engines.layers import read_source
+        from .engines.write import check_engine
 
         quantization = getattr(config, "quantization", "int8")
-        if quantization not in ctranslate2.QUANTIZATIONS:
-            known = ", ".join(ctranslate2.QUANTIZATIONS)
-            raise ValueError(f"quantization is {quantization!r}; ctranslate2 has {known}")
+        engine = check_engine("ctranslate2", quantization)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint, written = Path(folder, "checkpoint"), Path(folder, "written")
             model.save_pretrained(checkpoint)  # a loaded model would need its tokenizer
             written.mkdir()
-            ctranslate2.write(read_source(checkpoint, "ctranslate2"), written, quantization)
+            engine.write(read_source(checkpoint, "ctranslate2"), written, quantization)
             program = {file.name: file.read_bytes() for file in sorted(written.iterdir())}
         return program, ExportMetadata(architecture=type(model).__name__, export_dtype="float32", export_device="cpu")
 
