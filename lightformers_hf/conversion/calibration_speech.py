@@ -36,6 +36,9 @@ from .workers import Step, cast_weights, fast_products
 
 WINDOWS = 48  # pieces by default, each as long as the encoder reads
 SAMPLES = 8  # transcripts of a piece with errors of the teacher
+# Share of their tokens that are any of the vocabulary: a few minutes of speech show few of its embeddings. The tokens
+# of byte-pair encoding begin with common ones, of which so many are about equally likely.
+REPLACED, COMMON = 0.3, 200
 # Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
 SILENT = 8
 # Settings of the teacher's generation that its transcripts follow.
@@ -155,7 +158,8 @@ def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
 def draw_errors(model: PreTrainedModel, states: Tensor, prompt: list[int], text: list[int]) -> list[list[int]]:
     """Transcripts in which every token is drawn from what the model predicts after the tokens before it in `text`.
 
-    They hold its likely errors. Samples of whole transcripts would take a pass for each token.
+    They hold its likely errors. Samples of whole transcripts would take a pass for each token. A share of the tokens,
+    `REPLACED`, is drawn from the vocabulary.
     """
     end = model.config.eos_token_id
     inputs = torch.tensor([[*prompt, *text[:-1]]], device=states.device)
@@ -165,7 +169,9 @@ def draw_errors(model: PreTrainedModel, states: Tensor, prompt: list[int], text:
     logits = logits[0, len(prompt) - 1 : -1, :end].float()
     if not len(logits):
         return []
-    return [[*row, end] for row in logits.softmax(-1).multinomial(SAMPLES, replacement=True).T.tolist()]
+    drawn = logits.softmax(-1).multinomial(SAMPLES, replacement=True).T.cpu()
+    others = (1 / (torch.arange(end) + COMMON)).multinomial(drawn.numel(), replacement=True).view_as(drawn)
+    return [[*row, end] for row in torch.where(torch.rand(drawn.shape) < REPLACED, others, drawn).tolist()]
 
 
 @torch.inference_mode()

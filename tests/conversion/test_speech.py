@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from speech import RATE, make_whisper, sound, texts, write_speech
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 
 from lightformers_hf import convert, plan
+from lightformers_hf.conversion.calibration_speech import REPLACED, SAMPLES, draw_errors
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +136,20 @@ def test_what_does_not_fit_is_named(change, options, message, root, tmp_path):
     model = change(root, tmp_path / "other") if change else root / "whisper"
     with pytest.raises(ValueError, match=message):
         plan(model, ratio=2, progress=False, **options)
+
+
+def test_transcripts_with_errors_hold_what_the_model_predicts_and_other_tokens():
+    end, likely = 50_256, 7
+    logits = torch.full((1, 1 + 400, end + 8), -100.0)
+    logits[..., likely] = 0.0
+    model = Mock(return_value=SimpleNamespace(logits=logits), config=SimpleNamespace(eos_token_id=end))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        rows = draw_errors(model, torch.zeros(1, 2, 4), [end + 1], [*range(399), end])
+    assert [(len(row), row[-1]) for row in rows] == [(400 + 1, end)] * SAMPLES
+    drawn = torch.tensor(rows)[:, :-1]
+    others = drawn[drawn != likely]
+    assert 1 - (drawn == likely).double().mean() == pytest.approx(REPLACED, abs=0.03)
+    assert others.max() < end
+    assert len(others.unique()) > len(others) / 4  # where the transcript has one token
+    assert (others < end / 10).double().mean() > 0.5  # the common ones come first
