@@ -249,6 +249,10 @@ def test_what_does_not_belong_together_is_refused(light, tiny_marian, tmp_path):
     other = results_file(tmp_path / "other.json", "r4", 35.0, 2_000_000, 75.0, sentences=12)
     with pytest.raises(ValueError, match=r"11 sentences of test\.jsonl, num_beams 4 and of 12 sentences"):
         report_page(str(light), results=[one, other])
+    shutil.copytree(light, tmp_path / "damaged")
+    (tmp_path / "damaged" / "compression.json").write_text("{")
+    with pytest.raises(ValueError, match=r"compression\.json is damaged"):
+        report_page(str(tmp_path / "damaged"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
