@@ -304,7 +304,8 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
     fails("encoder.layers.0.fc1.weight.*NaN", model=save(broken, tmp_path / "broken"))
     for to, library in (("ctranslate2", "ctranslate2"), ("onnx", "onnxruntime")):
         monkeypatch.setitem(sys.modules, library, None)
-        monkeypatch.delitem(sys.modules, f"lightformers_hf.engines.{to}", raising=False)
+        for module in (to, f"{to}_model"):
+            monkeypatch.delitem(sys.modules, f"lightformers_hf.engines.{module}", raising=False)
         fails(rf"{library}, which is not installed: pip install 'lightformers_hf\[{to}\]'", to=to)
 
 
