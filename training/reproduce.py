@@ -227,14 +227,17 @@ class Lab:
         self.call([sys.executable, str(ROOT / "training" / "compare_compressions.py"), *text])
         return json.loads((self.work / folder / "results.json").read_text(encoding="utf-8"))
 
-    def study(self, name: str, tokenizer: str) -> list[dict]:
-        """Return the rows of the study `training/studies/NAME.txt` on Multi30k, which resumes by itself."""
+    def study(self, name: str, tokenizer: str, *words: str) -> list[dict]:
+        """Return the rows of the study `training/studies/NAME.txt` on Multi30k, which resumes by itself.
+
+        `words` are options that replace the file's.
+        """
         work = os.path.relpath(self.work, ROOT)  # the recipes of a study are named from the repository's folder
         data = f"{work}/inputs/multi30k"
         text = [f"@training/studies/{name}.txt", "--tokenizer-name", f"{work}/{tokenizer}", "--train-file",
                 f"{data}/train.jsonl", "--validation-file", f"{data}/validation.jsonl", "--test-file",
                 *(f"{data}/{test}.jsonl" for test in TESTS), "--output-dir",
-                f"{work}/studies-{self.commit}/{name}", "--jobs", "2"]  # fmt: skip
+                f"{work}/studies-{self.commit}/{name}", "--jobs", "2", *words]  # fmt: skip
         self.commands.append(" ".join(["python training/compare_architectures.py", *text]))
         self.call([sys.executable, "training/compare_architectures.py", *text], ROOT)
         rows = json.loads((self.work / f"studies-{self.commit}" / name / "results.json").read_text(encoding="utf-8"))
@@ -381,18 +384,41 @@ def conversion(lab: Lab) -> Rows:
         yield lab.run(f"conversion/{shapes}", "benchmark_conversion.py", "--shapes", shapes)
 
 
-def studies(lab: Lab) -> Rows:
-    """Small experiments of the papers: five epochs of Multi30k, the best of several rates by validation loss."""
+def build_tokenizer(lab: Lab) -> None:
+    """Make the tokenizer `bpe` of the small studies."""
     train = "inputs/multi30k/train.jsonl"
     text = [train, "--columns", "de", "en", "--kind", "bpe", "--vocab-size", "4000", "--output", "bpe"]
     lab.commands.append(" ".join(["python training/build_tokenizer.py", *text]))
     if not (lab.work / "bpe").is_dir():
         lab.call([sys.executable, str(ROOT / "training" / "build_tokenizer.py"), *text])
+
+
+def studies(lab: Lab) -> Rows:
+    """Small experiments of the papers: five epochs of Multi30k, the best of several rates by validation loss."""
+    build_tokenizer(lab)
     for name, tokenizer in STUDIES.items():
         yield from lab.study(name, tokenizer)
     models = [f"studies-{lab.commit}/architectures_6m/{name}-rate-0.0007" for name in ("transformer", "partialformer")]
     data = ("--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES)
     yield from map(summarize_analysis, lab.run("analysis", "analyze.py", *models, *data)["rows"])
+
+
+def transfer(lab: Lab) -> Rows:
+    """LightFormer with 18 + 3 layers in six groups, trained from random weights, from SVD and from `convert`."""
+    build_tokenizer(lab)
+    recipe = "training/recipes/multi30k/small_lightformer.yaml,encoder_layers=18,decoder_layers=3"
+    dense = ",".join(f"{name}=null" for name in ("encoder_groups", "attention_rank", "ffn_rank", "embedding_rank"))
+    yield from lab.study("lightformer_teachers", "bpe", "--models", f"18-3={recipe},{dense}")
+    place = f"studies-{lab.commit}/lightformer_teachers/18-3-rate-0.001"
+    models = {"teacher": place}
+    for method, text in {"paper": LANGUAGES, "low-rank": PAIRS}.items():
+        models[method] = name = f"studies-{lab.commit}/lightformer_svd/18-3-{method}"
+        options = ("--method", method, "--encoder-groups", 6, "--rank", 20, "--pattern", "embedding=34", *text)
+        agreement = lab.run(name, "convert", place, name, *options, "--overwrite")["agreement"]
+        yield {"study": "converted", "name": method, "divergence": agreement and agreement["divergence"]}
+    work = os.path.relpath(lab.work, ROOT)
+    named = [f"{name}={work}/{folder}" for name, folder in models.items()]
+    yield from lab.study("lightformer_table6", "bpe", "--models", *named, f"random={recipe},encoder_groups=6")
 
 
 def summarize_analysis(row: dict) -> dict[str, object]:
@@ -513,6 +539,7 @@ EXPERIMENTS = {
     "conversion": Experiment(conversion, (), 15),
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
+    "transfer": Experiment(transfer, ("multi30k",), 90, (42, 0)),
     "demo": Experiment(demo, (), 10),
     "whisper": Experiment(whisper, ("whisper-tiny.en", "speech"), 45),
     "whisper_recovered": Experiment(whisper_recovered, ("whisper-tiny.en", "speech"), 45),
