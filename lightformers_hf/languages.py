@@ -219,7 +219,7 @@ def set_language_codes(
         return None
     tokens = language_tokens(tokenizer)
     codes = {name: split_language(text)[1] for name, text in (("source_lang", source), ("target_lang", target))}
-    if columns and not explicit and tokenizer.tgt_lang is not None and not all(map(tokens.get, codes.values())):
+    if columns and not explicit and tokenizer.tgt_lang is not None and not tokens.keys() >= set(codes.values()):
         return None
     for name, code in codes.items():
         if code is None:

@@ -654,7 +654,7 @@ def render_pages() -> dict[Path, str]:
             used |= {} if apart else {name: record}
             return record
 
-        names = {"data": data, "signed": signed, "spread": spread, "find": find, "forms": FORMS}
+        names = {"data": data, "signed": signed, "spread": spread, "mean": fmean, "find": find, "forms": FORMS}
         text = environment.get_template(template.name).render(names)
         commits = {record["commit"] for record in used.values() if "commit" in record}
         if len(commits) > 1:
