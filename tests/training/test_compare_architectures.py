@@ -128,7 +128,7 @@ def test_the_models_of_a_study_build(study, monkeypatch):
     assert (args.output_dir, args.speed_runs) == (f"runs/{study.stem}", 0)
     recipes = [text for text in args.models if ".yaml" in text]
     converted = [text.partition("=")[2] for text in args.models if text not in recipes]
-    assert all(path.startswith("runs/lightformer_svd/") for path in converted)
+    assert all(path.startswith(("runs/lightformer_svd/", "runs/lightformer_teachers/")) for path in converted)
     matrices = {}
     for name, model in script.parse_models(recipes, args.seeds).items():
         fields = dict(field.split("=") for field in model.fields)
