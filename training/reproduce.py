@@ -403,6 +403,13 @@ def studies(lab: Lab) -> Rows:
     yield from map(summarize_analysis, lab.run("analysis", "analyze.py", *models, *data)["rows"])
 
 
+def parts(lab: Lab) -> Rows:
+    """Subformer and PartialFormer without one of their parts, or with one more: small models, trained alike."""
+    build_tokenizer(lab)
+    for name in ("subformer_parts", "partialformer_parts"):
+        yield from lab.study(name, "bpe")
+
+
 def transfer(lab: Lab) -> Rows:
     """LightFormer with 18 + 3 layers in six groups, trained from random weights, from SVD and from `convert`."""
     build_tokenizer(lab)
@@ -539,6 +546,7 @@ EXPERIMENTS = {
     "conversion": Experiment(conversion, (), 15),
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
+    "parts": Experiment(parts, ("multi30k",), 400, (42, 0)),
     "transfer": Experiment(transfer, ("multi30k",), 90, (42, 0)),
     "demo": Experiment(demo, (), 10),
     "whisper": Experiment(whisper, ("whisper-tiny.en", "speech"), 45),
