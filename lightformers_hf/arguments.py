@@ -73,7 +73,7 @@ class TrainingOptions:
     """Data and settings of a training with the teacher."""
 
     data: Annotated[
-        AnyPath,
+        AnyPath | None,
         Help(
             "Sentence pairs, or sources alone, which the teacher translates: a file, or a Hub name. Default: random "
             "tokens, which it translates, too.",
@@ -82,7 +82,7 @@ class TrainingOptions:
         ),
     ] = None
     validation: Annotated[
-        AnyPath,
+        AnyPath | None,
         Help(
             "Pairs to choose the best model by. Default: a part of --data.",
             more="At most the first 1000 are used. Without pairs, the references are the teacher's translations.",
@@ -118,9 +118,9 @@ class RecoverArguments(TrainingOptions):
     _: KW_ONLY
     tokenizer: Tokenizer = None
     teacher: Annotated["AnyModel", Help("The checkpoint that it was made from.", kind="checkpoint")]
-    exclude: Annotated[AnyPath, Help("Pairs whose sources are not trained on, as those of a test.", kind="data")] = (
-        None
-    )
+    exclude: Annotated[
+        AnyPath | None, Help("Pairs whose sources are not trained on, as those of a test.", kind="data")
+    ] = None
     source_lang: SourceLang = None
     target_lang: TargetLang = None
     quantization: Annotated[
@@ -147,7 +147,7 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
     method: Annotated[
         Method | None,
         Help("As for convert. Default: narrow for an engine without low-rank products.", "METHOD", values=METHODS),
-    ] = None
+    ] = None  # type: ignore[assignment]
     calibration: Annotated[
         str | None,
         Help(
@@ -165,7 +165,7 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
         ),
     ] = 30.0
     test: Annotated[
-        AnyPath,
+        AnyPath | None,
         Help(
             "Pairs for the last measurement. Default: a part of --data, if pairs.",
             more="With them, `data` may be of one language.",
@@ -174,7 +174,7 @@ class CompressArguments(DeploymentOptions, CompressionOptions, TrainingOptions):
     ] = None
     device: Annotated[
         str | None, Help("Where to convert, train and score. Default: cpu, then an accelerator.", "cpu")
-    ] = None
+    ] = None  # type: ignore[assignment]
     push_to_hub: Push = None
     private: Private = False
     overwrite: Annotated[bool, Help("Start over in the folder of an earlier compression.")] = False

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Union, cast, get_args, get_origin, get_type_hi
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 CARD_FILE = "README.md"
 REPORT_FILE = "compression.json"
 EXPORT_FILE = "export.json"
@@ -184,7 +184,7 @@ def check_file(file: str | Path, inputs: Iterable[str | os.PathLike | None]) -> 
         raise PermissionError(f"{file} cannot be written: nothing can be put into {Path(file).parent}")
     for name in filter(None, inputs):
         is_part = any(fnmatch(resolved.name, pattern) for pattern in MODEL_FILES)
-        for path in _find_paths(name):
+        for path in _find_paths(cast(str, name)):
             if resolved == path or (is_part and resolved.exists() and resolved.parent == path):
                 raise ValueError(f"{file} belongs to {name}, which is read: give another file")
 
@@ -350,7 +350,7 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
     if target in (here, *here.parents):
         raise ValueError(f"the output {target} holds the current folder and would be replaced: give another folder")
     for name in filter(None, inputs):
-        for path in _find_paths(name):
+        for path in _find_paths(cast(str, name)):
             if target in (path, *path.parents) or (path in target.parents and path.is_dir()):
                 raise ValueError(f"the output {target} must be apart from {path}, which is read: give another folder")
     if os.path.ismount(target):
@@ -430,7 +430,7 @@ def lock(target: Path) -> Iterator[bool]:
                 descriptor = None
         locked = descriptor is not None
     except BlockingIOError:
-        os.close(descriptor)
+        os.close(cast(int, descriptor))
         raise BlockingIOError(f"{target} is being written by another process: wait, or give another folder") from None
     except OSError:
         if descriptor is None:

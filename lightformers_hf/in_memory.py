@@ -21,25 +21,25 @@ AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
 
 
 @contextmanager
-def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None) -> Iterator[list[str | None]]:
+def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel) -> Iterator[list[str]]:
     """Give folders or Hub names of models; those that are loaded are in a temporary folder while the block runs.
 
     `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
     Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
-    loaded = {number: model for number, model in enumerate(models) if model is not None and is_loaded(model)}
-    paths = [
-        None if model is None or number in loaded else os.path.expanduser(model) for number, model in enumerate(models)
-    ]
     check_tokenizer_of(tokenizer, *models)
+    paths = []
     with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for number, model in loaded.items():
+        for number, model in enumerate(models):
+            if tokenizer is None or not is_loaded(model):
+                paths.append(os.path.expanduser(model))
+                continue
             path = Path(folder, str(number), model_name(model).rpartition("/")[2])
             save_all(model, path)
             tokenizer.save_pretrained(path)
             if report := getattr(model, "compression_report", None):
                 write_json(report.to_dict(), path / REPORT_FILE)
-            paths[number] = str(path)
+            paths.append(str(path))
         yield paths
 
 

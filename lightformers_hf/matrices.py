@@ -64,7 +64,8 @@ class Weight:
 
     def to(self, device: torch.device) -> Weight:
         """Return the weight on a device."""
-        return Weight(*(None if one is None else one.to(device) for one in (self.left, self.right, self.bias)))
+        right, bias = (None if part is None else part.to(device) for part in (self.right, self.bias))
+        return Weight(self.left.to(device), right, bias)
 
     def product(self, dtype: torch.dtype | None = None) -> Tensor:
         """W as one matrix, multiplied in float32 or better. By default it has the type of the factors."""

@@ -182,10 +182,10 @@ def join_pieces(pieces: Sequence[Piece], *, seconds: float) -> list[Piece]:
     joined = []
     for group in join_lengths([len(piece.wave) for piece in pieces], round(seconds * RATE)):
         parts = [pieces[index] for index in group]
-        wave, texts = np.concatenate([part.wave for part in parts]), [part.text for part in parts]
+        wave, texts = np.concatenate([part.wave for part in parts]), [part.text for part in parts if part.text]
         positions = len(parts[0].spoken)
         spoken = find_speech(wave, round(seconds * RATE) // positions, positions)
-        joined.append(Piece(wave, " ".join(texts) if all(texts) else None, spoken))
+        joined.append(Piece(wave, " ".join(texts) if len(texts) == len(parts) else None, spoken))
     return joined
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from .files import explain_unwritable, write_whole
 from .languages import put_prefix, split_language, split_prefix
@@ -96,7 +96,7 @@ def find_texts(
     if rows.column_names == ["text"] and all(suffix_of(file) == ".txt" for file in find_files(data) or [""]):
         return "text", None, prefix
     target = split_language(target)[0]
-    source, names = column if source else None, (column, target or split_language(default[1])[0])
+    source, names = column if source else None, (column, target or split_language(default[1])[0] or "")
     rows = _find_languages(rows, names)
     single = len(rows.column_names) == 1
     alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)
@@ -384,6 +384,14 @@ def find_files(data: str) -> list[str] | None:
     raise FileNotFoundError(
         f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
     )
+
+
+@overload
+def data_name(data: None) -> None: ...
+
+
+@overload
+def data_name(data: str | os.PathLike | Sequence[str | os.PathLike]) -> str: ...
 
 
 def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> str | None:

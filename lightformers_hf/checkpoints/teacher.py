@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -125,17 +125,18 @@ def read(
         FileNotFoundError: no such model, no `config.json`, no weights, or a shard that is not there.
     """
     check_tokenizer_of(tokenizer, source, optional=True)
-    folder, name = None if is_loaded(source) else resolve_source(source), model_name(source)
+    origin: Path | PreTrainedModel = source if is_loaded(source) else resolve_source(source)
+    folder, name = origin if isinstance(origin, Path) else None, model_name(source)
     where = folder or f"the loaded model {name}"
-    source_config = _copy_config(source) if is_loaded(source) else _read_config(folder)
+    source_config = _read_config(origin) if isinstance(origin, Path) else _copy_config(origin)
     architecture, family = find_architecture(source_config, where), find_family(source_config)
-    if is_loaded(source):
-        if is_quantized(source):
-            source = copy.deepcopy(source)
-            dequantize(source, where)
-        tensors = _share_tensors(source)
+    if isinstance(origin, Path):
+        tensors = CheckpointReader(origin).read_all()
     else:
-        tensors = CheckpointReader(folder).read_all()
+        if is_quantized(origin):
+            origin = copy.deepcopy(origin)
+            dequantize(origin, where)
+        tensors = _share_tensors(origin)
     check_stored(source_config, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, where)
     if is_quantized(source_config):
         if folder is not None:
@@ -165,7 +166,8 @@ def read(
     keep_prefix(config, *languages, tokenizer)
     if start := starts.get("decoder_start_token_id"):
         config.decoder_start_token_id = start
-    generation = _generation_config(source, folder, source_config, starts, config.decoder_vocab_size)
+    size = config.decoder_vocab_size or config.vocab_size
+    generation = _generation_config(origin, folder, source_config, starts, size)
     if reads_sound(config):
         complete_generation(generation, tokenizer, name)
     in_folder = folder is not None and Path(os.path.expanduser(name)).is_dir()
@@ -173,9 +175,9 @@ def read(
         assemble(model_class, config, named),
         tokenizer,
         generation,
-        name=printable_name(folder if in_folder else name),
+        name=printable_name((folder or name) if in_folder else name),
         family=type(source_config).model_type,
-        source=source if is_loaded(source) else folder,
+        source=origin,
         hub_name=name if not in_folder and (folder is not None or "/" in name) else None,
         languages=languages,
         layers={stack: range(getattr(config, f"{stack}_layers")) for stack in STACKS},
@@ -236,8 +238,8 @@ def match_tensors(
         elif name is not None and not family.is_computed(name, config):
             unknown.append(key)
     tables = [f"model.{stack}.embed_tokens.weight" for stack in STACKS]
-    for name in tables if shared else ():
-        names.setdefault(name, shared)
+    if shared is not None:
+        names = dict.fromkeys(tables, shared) | names
     for name, key in repeats:  # a checkpoint may keep any one name of a tied tensor, or several
         first = names.setdefault(name, key)
         if key != first and not _are_equal(tensors[key], tensors[first]):
@@ -267,7 +269,7 @@ def match_tensors(
             )
     for key in names.values():
         check_finite(tensors[key], key, where)
-    found = {name: tensors[names[name]].float() if name in names else omitted[name] for name in expected}
+    found = {name: tensors[names[name]].float() if name in names else cast(Tensor, omitted[name]) for name in expected}
     if shared and names[tables[0]] == names[tables[1]]:  # saved as two tensors
         found[tables[1]] = found[tables[1]].clone()
     return found
@@ -283,7 +285,7 @@ def _listing(names: list[str], most: int = 5) -> str:
 
 
 def _generation_config(
-    source: AnyModel, folder: Path | None, config: PreTrainedConfig, starts: Mapping[str, int], size: int
+    source: AnyModel, folder: Path | None, config: PreTrainedConfig, starts: Mapping[str, int | None], size: int
 ) -> GenerationConfig:
     """The generation configuration of a model, or that of its configuration, with the tokens of `starts`.
 

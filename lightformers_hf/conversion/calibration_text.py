@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, cycle
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import sentencepiece
 import torch
@@ -168,7 +168,7 @@ def sample_pairs(
 
     By default `SAMPLES`, and more where these have few tokens.
     """
-    data, samples = options.calibration, options.calibration_samples
+    data, samples = cast(str, options.calibration), options.calibration_samples
     source, target = options.columns
     first, second = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
     first = add_prefix(config, options.source_lang or first, options.target_lang or second, tokenizer)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
@@ -140,11 +141,16 @@ def model_card(
         library_name="transformers",
         tags=[facts.architecture, *(["compression"] if report else []), *(["low-rank"] if low_rank else [])],
         model_name=name.rpartition("/")[2] if name and results else None,
-        eval_results=evaluation_results(results, task) if name and results else None,
+        eval_results=evaluation_results(results, task or "") if name and results else None,
     )
     place = "".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ ")
-    fields = {"model": facts, "report": report, "name": name, "place": place, "steps": steps, "results": results}
-    fields |= {"changes": _changes(report) if report else [], "metadata": metadata.to_yaml(), "mark": MARK}
+    fields: dict[str, Any] = {"model": facts, "report": report, "name": name, "place": place, "steps": steps}
+    fields |= {
+        "results": results,
+        "changes": _changes(report) if report else [],
+        "metadata": metadata.to_yaml(),
+        "mark": MARK,
+    }
     return load_template(__package__).render(**fields, oldest=OLDEST_TRANSFORMERS)
 
 

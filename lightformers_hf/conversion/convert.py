@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class Candidate:
     @property
     def divergence(self) -> float:
         """KL divergence from the teacher's predictions in nats a token, 0 where it is not known."""
-        return self.agreement.divergence if self.agreement else 0.0
+        return 0.0 if self.agreement is None else self.agreement.divergence or 0.0
 
 
 def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptions | None, *, dry: bool) -> Compressed:
@@ -132,13 +132,13 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     best, method = None, AUTO
     agreements: dict[str, Agreement] = {}
     if len(proposals) > 1 and not dry:
-        every = thin_out(measured.calibration)
+        every = thin_out(cast(Calibration, measured.calibration))
         for name, proposal in proposals.items():
             found = make(proposal.chosen, originals, measured, refits=refits, every=every)
             listed[name]["divergence"] = round(found.divergence, DIGITS)
             if shows_progress():
                 tqdm.write(f"{name} {found.agreement}", file=sys.stderr)
-            agreements[name] = found.agreement
+            agreements[name] = cast(Agreement, found.agreement)
             if name == nearest(agreements):
                 best, method = found, name
         last = nearest(agreements)  # may be an earlier one again: what is close depends on all
@@ -164,9 +164,9 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
 
 def nearest(agreements: Mapping[str, Agreement]) -> str:
     """Return the name with the smallest divergence; of those within `CLOSE` times it, that with most equal outputs."""
-    least = CLOSE * min(agreement.divergence for agreement in agreements.values())
-    close = [name for name, agreement in agreements.items() if agreement.divergence <= least]
-    return max(close, key=lambda name: (agreements[name].exact or 0, -agreements[name].divergence))
+    divergences = {name: agreement.divergence or 0.0 for name, agreement in agreements.items()}
+    close = [name for name, nats in divergences.items() if nats <= CLOSE * min(divergences.values())]
+    return max(close, key=lambda name: (agreements[name].exact or 0, -divergences[name]))
 
 
 def make(
@@ -245,7 +245,7 @@ def measure(
     if shows_progress() and device.type == "cpu":
         if whole.feature_extractor is not None:
             given, tokens = False, float(len(pairs) * whole.config.max_source_positions)
-            written = float(len(pairs) * whole.config.max_position_embeddings)
+            written = float(len(pairs) * (whole.config.max_position_embeddings or 0))
         else:
             given = pairs is not None and "target" in pairs.column_names
             tokens = written = count_tokens(whole, options, pairs)
@@ -271,7 +271,7 @@ def measure(
     agreed = batches if held is None else held
     maps: Mapping[str, Tensor] = {}
     if width is not None:
-        teacher, maps = remove_features(teacher, model, calibration, width, agreed)
+        teacher, maps = remove_features(teacher, model, cast(Calibration, calibration), width, agreed)
         if "narrow" in bridged:
             narrower = copy_model(teacher.model).to(device)
             bridge(narrower, model, teacher.layers, batches, maps)

@@ -272,7 +272,7 @@ class CompressionReport(Result):
             matrices = [matrix for matrix in self.matrices if matrix.form == form]
             text = f"{len(matrices)} {form}"
             if form != DENSE:  # the settings, smallest to largest: `rank 3 to 64`
-                smallest, largest = (end(matrices, key=lambda matrix: matrix.size) for end in (min, max))
+                smallest, largest = (end(matrices, key=lambda matrix: matrix.size or 0) for end in (min, max))
                 sizes = f"{smallest.size} to {largest.size}" if smallest.size != largest.size else str(largest.size)
                 setting, *_ = largest.setting.partition(",")  # neurons, without ranks
                 text += f" ({setting.replace(str(largest.size), sizes, 1)})"
@@ -326,7 +326,7 @@ def ranks_with_sharing(report: CompressionReport) -> Iterator[str]:
     """Yield, for each stack that shares layers, the rank that sharing allows at equal parameters (Eq. 4 to 6)."""
     for stack, (stored, depths) in report.groups.items():
         shapes = [
-            (matrix.size, matrix.m, matrix.n)
+            (matrix.size or 0, matrix.m, matrix.n)
             for matrix in report.smaller
             if matrix.form == "low-rank" and matrix.name.startswith(f"{stack}.layers.")
         ]
@@ -390,7 +390,7 @@ def _metadata(teacher: Teacher) -> dict[str, Any]:
     inherited = inherited_metadata(teacher.folder, teacher.hub_name)
     named = [getattr(teacher.tokenizer, f"{side}_lang", None) for side in ("source", "target")]
     if "language" not in inherited and all(re.fullmatch("[a-z]{2,3}", str(code)) for code in named):
-        inherited["language"] = list(dict.fromkeys(named))
+        inherited["language"] = list(dict.fromkeys(map(str, named)))
     return inherited
 
 

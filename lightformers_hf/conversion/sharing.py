@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -320,7 +320,7 @@ class Originals:
 
     def gradients(self, name: str) -> Tensor:
         """Σ gᵀg / target tokens at the outputs."""
-        return self.calibration.gradients(self.sources(name))
+        return cast(Calibration, self.calibration).gradients(self.sources(name))
 
     def other_tensors(self) -> dict[str, Tensor]:
         """The tensors of the result that belong to no matrix, of groups their mean: norms, positions and the like."""
@@ -359,7 +359,7 @@ def merge_layers(originals: Originals, calibration: Calibration | None) -> Origi
             for layer, found in zip(layers, own, strict=True):
                 bases |= {layer + name: turn for name, turn in found.items()}
     for name, own in bases.items() if calibration is not None else ():
-        moments = calibration.moments[name]
+        moments = cast(Calibration, calibration).moments[name]
         moments.replace("inputs", change_basis(moments.inputs, own.inputs, own.inputs))
         moments.vectors["mean"] = change_basis(moments.vectors["mean"], own.inputs)
         moments.replace("gradients", change_basis(moments.gradients, own.outputs, own.outputs))

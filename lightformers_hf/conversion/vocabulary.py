@@ -111,7 +111,7 @@ def _choose_languages(codes: Mapping[str, str], options: CompressionOptions, nam
             raise OptionError(
                 "languages", f" has {code!r}, which the tokenizer does not support; there is {' or '.join(near)}"
             )
-    return [*dict.fromkeys([*wanted, *(code for code in sides if code in codes)])]
+    return [*dict.fromkeys([*wanted, *(code for code in sides if code and code in codes)])]
 
 
 def _save(tokenizer: PreTrainedTokenizerBase, folder: Path, languages: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ def find_languages(source: Teacher, source_lang: str | None, target_lang: str | 
             if code is None:
                 option = name.replace("_", "-")
                 raise ValueError(f"{source.name} does not name its languages: give {name} (--{option} de)")
-        return found[0], found[1]
+        return found[0] or "", found[1] or ""
     raise ValueError(f"{source.name} cannot be an Argos package, because {reason}: export it to ctranslate2")
 
 

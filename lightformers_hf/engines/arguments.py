@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..in_memory import AnyModel
 
-AnyPath = str | os.PathLike | None
+AnyPath = str | os.PathLike
 Model = Annotated[
     "AnyModel", Help("Folder or Hub name of a checkpoint.", None, "Or a loaded model.", kind="checkpoint")
 ]
@@ -49,7 +49,7 @@ Quantization = Annotated[
     ),
 ]
 Shortlist = Annotated[
-    AnyPath,
+    AnyPath | None,
     Help(
         "Text, parallel or sources alone. The engine then computes only tokens that match the source's.",
         "PATH",
@@ -58,7 +58,7 @@ Shortlist = Annotated[
     ),
 ]
 Rounding = Annotated[
-    AnyPath,
+    AnyPath | None,
     Help(
         "Text, parallel or sources alone, by which int4 is rounded. Default: every number is rounded to the nearest.",
         "PATH",

@@ -35,6 +35,6 @@ def fill_example(engine: EngineFile, source: Source, folder: str, prefix: str) -
         return ""
     first, begins = source.generation_config.forced_bos_token_id, {"first": "", "skip": ""}
     if first is not None:  # the language of the translation, which comes out, too
-        token = json.dumps(source.tokenizer.convert_ids_to_tokens(first), ensure_ascii=False)
+        token = json.dumps(source.need_tokenizer().convert_ids_to_tokens(first), ensure_ascii=False)
         begins = {"first": f"target_prefix=[[{token}]] * len(tokens), ", "skip": "[1:]"}
     return engine.EXAMPLE.format(folder=folder, text=f"{prefix}Your text.", **begins)

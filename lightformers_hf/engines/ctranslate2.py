@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import ctranslate2
 import numpy as np
@@ -164,11 +165,12 @@ def _specification(
             _set_layer(layer_spec, layer, expansion)
     if model.output_scale is not None:
         specs[1].scale_outputs = np.float32(model.output_scale)
-    table = expansion.multiply(encoder.embedding)
-    expansion.encoder_table = 0 if encoder.embedding.is_dense else table.numel()
+    own, other = cast(Weight, encoder.embedding), cast(Weight, decoder.embedding)
+    table = expansion.multiply(own)
+    expansion.encoder_table = 0 if own.is_dense else table.numel()
     specs[0].embeddings[0].weight = _array(table if orders["source"] is None else table[orders["source"]])
     suppressed = Search.of(source.generation_config).suppressed
-    _set_vocabulary_layers(specs[1], decoder.embedding, read_output(model), suppressed, orders["target"])
+    _set_vocabulary_layers(specs[1], other, read_output(model), suppressed, orders["target"])
     return transformer_spec.TransformerSpec(*specs)
 
 
@@ -288,8 +290,8 @@ def write_speech(source: Teacher, folder: Path, quantization: str) -> Expansion:
     for name in ("conv1", "conv2"):
         layer = getattr(model.model.encoder, name)
         getattr(spec.encoder, name).weight, getattr(spec.encoder, name).bias = _array(layer.weight), _array(layer.bias)
-    _set_vocabulary_layers(spec.decoder, stacks[1].embedding, read_output(model), (), None)
-    tokens = source.tokenizer.convert_ids_to_tokens(range(config.decoder_vocab_size))
+    _set_vocabulary_layers(spec.decoder, cast(Weight, stacks[1].embedding), read_output(model), (), None)
+    tokens = source.need_tokenizer().convert_ids_to_tokens(range(config.decoder_vocab_size))
     first = source.generation_config.no_timestamps_token_id + 1  # some tokenizers lack the tokens of times
     spec.register_vocabulary([t if t is not None else f"<|{(i - first) * 0.02:.2f}|>" for i, t in enumerate(tokens)])
     generation = source.generation_config

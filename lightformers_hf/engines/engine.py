@@ -127,7 +127,7 @@ class Engine:
             bare = [ids[:-1] if ids and ids[-1] in search.ends else ids for ids in outputs]
             scores = self.model.score(sentences, bare)
             found = [(ids, sum(row) / max(1, len(row))) for ids, row in zip(outputs, scores, strict=True)]
-        limit, forced = search.max_new_tokens, search.forced_end is not None
+        limit, forced = search.limit, search.forced_end is not None
         return [(ids, mean, not ended_by_limit(ids, limit, search.ends, forced=forced)) for ids, mean in found]
 
     def _options(
@@ -135,11 +135,9 @@ class Engine:
     ) -> Search:
         search = self.search.with_options(num_beams, max_new_tokens, forced_length)
         search = search.limited(sentences, self.longest_input)
-        if self.longest_input is not None and search.max_new_tokens > self.longest_input:
+        if self.longest_input is not None and search.limit > self.longest_input:
             if max_new_tokens is not None or forced_length is not None:
-                raise ValueError(
-                    f"{search.max_new_tokens} new tokens are more than the model's {self.longest_input} positions"
-                )
+                raise ValueError(f"{search.limit} new tokens are more than the model's {self.longest_input} positions")
             search = search.with_options(None, self.longest_input, None)  # the model's own limit may never be reached
         return search
 

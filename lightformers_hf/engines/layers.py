@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +158,7 @@ def read_stack(stack: nn.Module) -> Stack:
     layers: list[Layer] = []
     for depth, (layer, slots) in enumerate(stack.layers.by_depth()):
         own = None if stack.depths is None else stack.depths[depth]
-        norms = layer if hasattr(layer, "final_layer_norm") else own
+        norms: Any = layer if hasattr(layer, "final_layer_norm") else own
         has_cross = hasattr(layer, "encoder_attn")
         layers.append(
             Layer(

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -399,7 +399,7 @@ class Graph:
 
     def embed(self, stack: Stack, ids: str, positions: str | None) -> str:
         """The first layer's input."""
-        table, *basis = stack.embedding.factors
+        table, *basis = cast(Weight, stack.embedding).factors
         vectors = self.lookup(table, ids)
         for factor in basis:
             vectors = self.matmul(vectors, factor)
@@ -494,7 +494,7 @@ def decoder_graph(graph: Graph, decoder: Stack, width: int, *, is_speech: bool =
             graph.output(value, name, sizes)
         states = graph.leave(states, graph.project_output(context, attention), norm)
 
-        attention, norm = layer.cross, layer.cross_norm
+        attention, norm = cast(Attention, layer.cross), layer.cross_norm
         (query,) = graph.project(graph.enter(states, norm), list(attention.inputs[:1]))
         inner_width = attention.heads * attention.head_dim
         query = graph.op("Reshape", query, graph.op("Concat", rows, graph.constant([-1, inner_width]), axis=0))
@@ -524,13 +524,14 @@ def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dic
                 graph.input(name, TensorProto.FLOAT, shape) for name in cache_names("past_key_values", depth, side)
             ]
 
+    crosses = [cast(Attention, layer.cross) for layer in decoder.layers]
+
     def compute() -> list[str]:
         sources = sorted({layer.cross_source for layer in decoder.layers})
-        linears = [linear for depth in sources for linear in decoder.layers[depth].cross.inputs[1:]]
+        linears = [linear for depth in sources for linear in crosses[depth].inputs[1:]]
         parts, made = graph.project(hidden, linears), {}
         for depth in sources:
-            cross = decoder.layers[depth].cross
-            shape = [0, 0, cross.heads, cross.head_dim]
+            shape = [0, 0, crosses[depth].heads, crosses[depth].head_dim]
             heads = [graph.op("Reshape", parts.pop(0), graph.constant(shape)) for _ in range(2)]
             made[depth] = [graph.op("Transpose", part, perm=[0, 2, 1, 3]) for part in heads]
         rows, values = graph.op("Shape", ids, start=0, end=1), []
@@ -542,9 +543,9 @@ def read_caches(graph: Graph, decoder: Stack, ids: str, hidden: str) -> list[dic
 
     found = iter(graph.choose(use_cache, {"then_branch": lambda: pasts, "else_branch": compute}))
     caches = [{side: [next(found), next(found)] for side, _ in sides} for _ in decoder.layers]
-    for depth, layer in enumerate(decoder.layers):
+    for depth, cross in enumerate(crosses):
         for name, value in zip(cache_names("present", depth, "encoder"), caches[depth]["encoder"], strict=True):
-            shape = ["batch_size", layer.cross.heads, "encoder_sequence_length_out", layer.cross.head_dim]
+            shape = ["batch_size", cross.heads, "encoder_sequence_length_out", cross.head_dim]
             graph.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
             graph.nodes.append(helper.make_node("Identity", [value], [name]))
     return caches

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ..options import OptionError
 
 NEVER = np.float32(-1e9)
 # Options of `generate()` that change greedy or beam search, that engines do not have, and the value that is none.
-UNSUPPORTED = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
+UNSUPPORTED: dict[str, float | None] = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
 UNSUPPORTED |= {"encoder_no_repeat_ngram_size": 0, "num_return_sequences": 1}
 UNSUPPORTED |= dict.fromkeys(
     "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale".split()
@@ -110,6 +111,11 @@ class Search:
                 raise OptionError(name, f" is {changes[name]}: expected 1 or more")
         return replace(self, **changes)
 
+    @property
+    def limit(self) -> int:
+        """`max_new_tokens` after `limited`, which sets it."""
+        return cast(int, self.max_new_tokens)
+
     def limited(self, batch: Sequence[Sequence[int]], positions: int | None) -> Search:
         """The same with the limit that the longest source suggests, where the model names none."""
         if self.max_new_tokens is not None:
@@ -119,7 +125,7 @@ class Search:
     def restrict(self, scores: np.ndarray, step: int, tokens: np.ndarray) -> np.ndarray:
         """`scores` (N, V), with forbidden tokens at -inf. `tokens` (N, 1 + step): those so far, start included."""
         forced = self.forced_start if step == 0 else None
-        forced = self.forced_end if step == self.max_new_tokens - 1 and self.forced_end is not None else forced
+        forced = self.forced_end if step == self.limit - 1 and self.forced_end is not None else forced
         if forced is not None:
             scores = np.full_like(scores, -np.inf)
             scores[:, forced] = 0
@@ -148,11 +154,11 @@ def generate(step: Step, sentences: int, search: Search) -> list[list[int]]:
 
 def greedy(step: Step, sentences: int, search: Search) -> list[list[int]]:
     """The most probable token at every step."""
-    tokens = np.full((sentences, search.max_new_tokens + 1), search.pad, dtype=np.int64)
+    tokens = np.full((sentences, search.limit + 1), search.pad, dtype=np.int64)
     tokens[:, 0] = search.start
-    lengths = np.full(sentences, search.max_new_tokens)
+    lengths = np.full(sentences, search.limit)
     running = np.ones(sentences, dtype=bool)
-    for length in range(search.max_new_tokens):
+    for length in range(search.limit):
         logits = search.restrict(step(tokens[:, length], None), length, tokens[:, : length + 1])
         chosen = logits.argmax(axis=1)
         tokens[running, length + 1] = chosen[running]
@@ -167,7 +173,7 @@ def greedy(step: Step, sentences: int, search: Search) -> list[list[int]]:
 
 def beams(step: Step, sentences: int, search: Search) -> list[list[int]]:
     """Beam search as transformers' `generate()` does it: K beams, finished ones by score / length^penalty."""
-    B, K, most = sentences, search.num_beams, search.max_new_tokens
+    B, K, most = sentences, search.num_beams, search.limit
     stops_early = search.early_stopping is True
     kept = max(2, 1 + len(search.ends)) * K
     rows = np.arange(B)[:, None]

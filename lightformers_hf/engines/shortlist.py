@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -230,6 +230,7 @@ def add_shortlist(
     """
     sources, references = read_pairs(source, text, columns)
     search, ids = Search.of(source.generation_config), read_ids(source, sources)
+    tokenizer = source.need_tokenizer()
     running, positions = engine.load(folder, search, torch.get_num_threads()), position_limit(source.model.config)
     held = max(2, min(HELD_OUT, int(SHARE * len(ids))))
     made_from, checked = ids[:-held], ids[-held:]
@@ -237,9 +238,9 @@ def add_shortlist(
     if references is None:
         targets = translate_all(running, made_from, search.with_options(1, None, None), positions)
     else:
-        targets = source.tokenizer(text_target=references[:-held], verbose=False)["input_ids"]
+        targets = tokenizer(text_target=references[:-held], verbose=False)["input_ids"]
     half = held // 2  # one chooses, the other measures
-    special, size = special_tokens(search, source.tokenizer.unk_token_id), source.model.config.decoder_vocab_size
+    special, size = special_tokens(search, tokenizer.unk_token_id), source.model.config.decoder_vocab_size
     shortlist = choose_shortlist(learn_lexicon(made_from, targets), size, special, checked[:half], outputs[:half])
     engine.write_shortlist(source, folder, quantization, shortlist)
     checked, outputs = checked[half:], outputs[half:]
@@ -248,7 +249,7 @@ def add_shortlist(
     same = sum(one == other for one, other in zip(found, outputs, strict=True))
     scores: list[float | None] = [None, None]
     if references is not None:
-        texts = [source.tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (found, outputs)]
+        texts = [tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (found, outputs)]
         scores = [CHRF().corpus_score(outputs, [references[-len(checked) :]]).score for outputs in texts]
     return ShortlistReport(
         text=printable_name(text),
@@ -262,7 +263,7 @@ def add_shortlist(
         same=same / len(checked),
         chrf=scores[0],
         chrf_without=scores[1],
-        sha256=digest(find_shortlist(folder)),
+        sha256=digest(cast(Path, find_shortlist(folder))),
     )
 
 
@@ -313,8 +314,9 @@ def read_ids(source: Teacher, texts: list[str], *, is_target: bool = False) -> l
     """The tokens of sentences, at most `LONGEST` of each. Raises `ValueError` where the tokenizer does not fit."""
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
     side = "text_target" if is_target else "text"
-    ids = source.tokenizer(**{side: texts}, truncation=True, max_length=limit)["input_ids"]
-    check_known(ids, source.tokenizer)
+    tokenizer = source.need_tokenizer()
+    ids = tokenizer(**{side: texts}, truncation=True, max_length=limit)["input_ids"]
+    check_known(ids, tokenizer)
     return ids
 
 

@@ -306,12 +306,12 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
     for option in ("shortlist", "calibration"):
         if getattr(call, option):
             raise OptionError(option, f" is for text; {source.name} is a model for speech: remove it")
-    source.need_extractor()
+    parts = (source.need_tokenizer(), source.need_extractor(), source.generation_config)
     beside = write_beside(source, engine, folder, call.quantization, engine.write_speech, measure_speech)
     before, quantization = folder_bytes(folder), call.quantization or "int8"
     expansion = engine.write_speech(source, folder, quantization)
     written, difference = folder_bytes(folder) - before, measure_speech(source, engine, folder, quantization)
-    for part in (source.tokenizer, source.feature_extractor, source.generation_config):
+    for part in parts:
         part.save_pretrained(folder)
     if hasattr(engine, "write_config"):
         engine.write_config(source, folder, "")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from rich import box
@@ -237,7 +237,8 @@ def _measure_quality(
     bar: tqdm,
 ) -> None:
     """Fill in the scores of all models and forms, and their differences from the first."""
-    options = {"threads": max(timing.cores for timing in comparison.timings), "num_beams": comparison.quality_beams}
+    most = max(timing.cores for timing in comparison.timings)
+    options: dict[str, Any] = {"threads": most, "num_beams": comparison.quality_beams}
     if comparison.reads_sound:
         language, teacher = None, names[comparison.models[0]]
         normalize = normalizer_of(load_processor(resolve_source(teacher)), languages[0])
@@ -377,7 +378,7 @@ def _measure_speed(deployed: list[Deployed], inputs: dict, task: dict[str, Any],
         with subprocess.Popen(child_command(command), env=environment, **streams) as child:
             found = ""
             try:
-                for line in child.stdout:
+                for line in cast(IO[str], child.stdout):
                     bar.update(line == RUN_DONE)
                     found = line
             except BaseException:
@@ -435,7 +436,7 @@ def _load_translator(task: dict[str, Any], folder: str, ids: list[list[int]]) ->
     return work, ids
 
 
-def _load_transcriber(task: dict[str, Any], folder: str, place: list[str | None]) -> tuple[Callable, list]:
+def _load_transcriber(task: dict[str, Any], folder: str, place: list[Any]) -> tuple[Callable, list]:
     """A function that transcribes a batch and returns its seconds, and sounds of a place: data, language, column."""
     data, language, column = place
     loaded, sounds = load_speech(resolve_source(folder), threads=task["cores"]), find_sounds(data, column=column)

@@ -70,7 +70,7 @@ class Measurements:
     @property
     def own_memory_bytes(self) -> int | None:
         """Peak memory without that of the libraries."""
-        return None if self.memory_bytes is None else self.memory_bytes - self.libraries_bytes
+        return None if self.memory_bytes is None else self.memory_bytes - (self.libraries_bytes or 0)
 
 
 @dataclass
@@ -134,10 +134,9 @@ class Evaluation(Result):
         row("weights on disk", "disk_bytes", "{:,.1f} MB", 1e6)
         row("peak memory", "memory_bytes", "{:,.1f} MB", 1e6)
         row("  beyond libraries", "own_memory_bytes", "{:,.1f} MB", 1e6)
-        speeds = [side.real_time_factor for side in (self.model, self.teacher) if side]
-        if all(speeds):
-            row("real-time factor", "real_time_factor", "{:.3f}", compared=f"{speeds[-1] / speeds[0]:.2f}x as fast")
-        row("tokens/s, one core", "tokens_per_second", "{:,.1f}", compared=f"{self.speed_ratio or 0:.2f}x as fast")
+        compared = f"{self.speed_ratio or 0:.2f}x as fast"
+        row("real-time factor", "real_time_factor", "{:.3f}", compared=compared)
+        row("tokens/s, one core", "tokens_per_second", "{:,.1f}", compared=compared)
         return table
 
 
@@ -162,11 +161,11 @@ def evaluate(call: EvaluateArguments) -> Evaluation:
     names = {"model": model_name(call.model)} | ({"teacher": model_name(call.teacher)} if call.teacher else {})
     data_name(call.data)  # which refuses loaded rows
     call = replace(call, metrics=check_metrics(call.metrics))
-    with on_disk(call.tokenizer, call.model, call.teacher) as (light, dense):
-        folders = dict(zip(names, (light, dense), strict=False))
-        if reads_sound(resolve_source(light)):
+    with on_disk(call.tokenizer, call.model, *([call.teacher] if call.teacher else [])) as found:
+        folders = dict(zip(names, found, strict=True))
+        if reads_sound(resolve_source(folders["model"])):
             return evaluate_speech(call, names, folders)
-        return evaluate_text(call, names, folders, read_json(Path(light, EXPORT_FILE)))
+        return evaluate_text(call, names, folders, read_json(Path(folders["model"], EXPORT_FILE)))
 
 
 def evaluate_text(
@@ -231,13 +230,10 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
     data, generation = data_name(call.data), {"num_beams": call.num_beams or 1}
     resolved = {role: resolve_source(folder) for role, folder in folders.items()}
     found = measure_speech(resolved, names, data, column=column, language=language, **options | generation)
-    measured = {}
+    measured, rates = {}, {}
     for role, (*sizes, rate) in found["measured"].items():
-        measured[role] = Measurements(*sizes)
-        measured[role].real_time_factor = rate
-    ratio = None
-    if "teacher" in measured:
-        ratio = measured["teacher"].real_time_factor / measured["model"].real_time_factor
+        measured[role], rates[role] = replace(Measurements(*sizes), real_time_factor=rate), rate
+    ratio = rates["teacher"] / rates["model"] if "teacher" in rates else None
     warn_of_overlap(folders["model"], data, found["texts"])
     return Evaluation(
         measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", found["sentences"],

@@ -63,7 +63,7 @@ def report_page(call: ReportArguments) -> str:
         if isinstance(result, EngineComparison)
         for setting, rows in result.rows().items()
     ]
-    translations = _translate_samples(call) if call.data else []
+    translations = _translate_samples(call, call.data) if call.data else []
     if not (report or pictures or sheets or translations):
         raise ValueError(
             f"{folder} holds neither {REPORT_FILE} nor {STATE_FILE}, so there is nothing to report: give what convert "
@@ -184,7 +184,7 @@ def _draw_trade_off(results: Sequence[Evaluation], metrics: list[str]) -> dict[s
     return _draw(title, paint, caption, columns=2 if has_speed else 1, rows=table)
 
 
-def _translate_samples(call: ReportArguments) -> list[dict[str, Any]]:
+def _translate_samples(call: ReportArguments, data: str) -> list[dict[str, Any]]:
     """Sentences evenly spread over the data, translated by the model and, as it searches, by its teacher.
 
     Of `parts`, the model's words in runs, each has whether the teacher's differ.
@@ -192,7 +192,7 @@ def _translate_samples(call: ReportArguments) -> list[dict[str, Any]]:
     given = {"num_beams": call.num_beams, "max_new_tokens": call.max_new_tokens}
     generation: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if reads_sound(resolve_source(call.model)):
-        sounds = read_transcribed(call.data, column=call.target, split=call.split)
+        sounds = read_transcribed(data, column=call.target, split=call.split)
         sounds = [sounds[i * len(sounds) // call.samples] for i in range(min(call.samples, len(sounds)))]
         sources, references = ([getattr(sound, field) for sound in sounds] for field in ("name", "text"))
         outputs = {
@@ -204,11 +204,11 @@ def _translate_samples(call: ReportArguments) -> list[dict[str, Any]]:
     loaded = load_pair(call.model, call.teacher, source=call.source, target=call.target)
     model, tokenizer = loaded["model"]
     source, target = choose_columns(call.model, model, tokenizer, call.source, call.target)
-    pairs = load_parallel(call.data, source=source, target=target, split=call.split)
+    pairs = load_parallel(data, source=source, target=target, split=call.split)
     count = min(call.samples, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])
     sources = list(pairs["source"])
-    warn_of_overlap(call.model, call.data, sources)
+    warn_of_overlap(call.model, data, sources)
     generation = {"num_beams": model.generation_config.num_beams or 1, "progress": call.progress} | generation
     outputs = {role: translate(sources, *pair, split=False, **generation) for role, pair in loaded.items()}
     return _compare_samples(sources, pairs["target"], outputs)

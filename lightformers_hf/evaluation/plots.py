@@ -139,7 +139,8 @@ def trade_off(
     """One panel or two: quality against parameters, and against speed. The last value of a point marks a teacher."""
     by_size = [(one, one.parameters / 1e6, is_teacher) for one, _, is_teacher in points]
     by_speed = [point for point in points if point[1] is not None]
-    for axes, placed, label in zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False):
+    parts: Any = zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False)
+    for axes, placed, label in parts:
         for one, x, is_teacher in placed:
             color, marker = ("C1", "s") if is_teacher else ("C0", "o")
             position = x, one.scores[metric]

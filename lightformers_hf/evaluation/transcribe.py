@@ -172,7 +172,7 @@ def measure_speech(
     for role, (model, _) in loaded.items():
         check_language(model.generation_config, language, names[role])
     normalize = normalizer_of(loaded["model"][1], language)
-    references = [normalize(sound.text) for sound in sounds]
+    references = [normalize(sound.text or "") for sound in sounds]
     metrics = choose_metrics(check_metrics(metrics), references, references, default=SPEECH)
     outputs, measured = {}, {}
     seconds = sum(len(sound.read()) for sound in sounds) / RATE

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -281,7 +281,7 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
         teacher, kept = None, labels != IGNORED
         if distils:
             with torch.inference_mode(), self.accelerator.autocast():
-                teacher = self.teacher(**inputs, use_cache=False, **hidden)
+                teacher = cast(Any, self.teacher)(**inputs, use_cache=False, **hidden)
         expected = teacher.logits if teacher is not None else None
         weights = {"alpha": self.alpha, "temperature": self.temperature}
         loss = training_loss(outputs.logits, labels, expected, **weights, smoothing=self.args.label_smoothing_factor)

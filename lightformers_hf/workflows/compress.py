@@ -111,7 +111,8 @@ def compress(call: CompressArguments) -> Compression:
     Example:
         >>> print(compress("opus-mt-de-en", "small", data="train.jsonl", ratio=4, minutes=30))
     """
-    data, validation, test, shortlist = map(data_name, (call.data, call.validation, call.test, call.shortlist))
+    given_data = (call.data, call.validation, call.test, call.shortlist)
+    data, validation, test, shortlist = (data_name(each) for each in given_data)
     call = replace(call, calibration=data_name(call.calibration))
     metrics = check_metrics(call.metrics)
     options, note = choose_method(call)
@@ -277,7 +278,7 @@ class Work:
 
     def deploy(self) -> None:
         """Export it."""
-        texts = {"shortlist": self.shortlist} if self.shortlist else {}
+        texts: dict[str, Any] = {"shortlist": self.shortlist} if self.shortlist else {}
         if self.call.quantization == "int4" and not self.reads_sound:
             texts["calibration"] = self.files.train
         text: dict[str, Any] = texts | self.sides if texts else {}

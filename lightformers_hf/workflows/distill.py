@@ -237,7 +237,7 @@ class Job:
     columns: tuple[str, str]
     prefix: str
     asked: dict[str, Any]
-    teacher: tuple | None = None
+    teacher: Any = None
     engine: tuple | None = None
 
     @classmethod

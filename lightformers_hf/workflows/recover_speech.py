@@ -87,8 +87,8 @@ class SoundRun(Run):
             raise OptionError("data", " is missing: a model for speech recovers from sound, give a folder of it")
         return Corpus.of(self.read_sound(self.data), name=self.data)
 
-    def read_validation(self) -> Dataset:
-        return self.read_sound(self.validation)
+    def read_validation(self, data: str) -> Dataset:
+        return self.read_sound(data)
 
     def read_sound(self, data: str) -> Dataset:
         """Names of pieces, and transcripts. The teacher transcribes for a quarter of the time at most."""

@@ -121,7 +121,7 @@ class Run:
     corpus: Corpus = field(init=False)
     held_out: Dataset = field(init=False)
     metrics: list[str] = field(init=False)
-    last_pool: tuple[Pairs, Any] | None = field(init=False, default=None)
+    last_pool: Any = field(init=False, default=None)  # pairs, and what was made of them
     auto_model: ClassVar[Any] = AutoModelForSeq2SeqLM
     cpu_attention: ClassVar[str | None] = "eager"  # with sentences, it trains faster than the fused kernel
 
@@ -201,7 +201,7 @@ class Run:
         corpus = self.open_corpus()
         texts = corpus.sample(HELD_OUT, self.call.seed)
         if self.validation:
-            held_out = self.read_validation()
+            held_out = self.read_validation(self.validation)
         elif self.resumes:
             held_out = Dataset.from_dict(read_json(self.output / VALIDATION_FILE))
         else:
@@ -223,10 +223,10 @@ class Run:
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return corpus, held_out
 
-    def read_validation(self) -> Dataset:
+    def read_validation(self, data: str) -> Dataset:
         """The pairs of the validation that was given."""
         source, target = self.columns
-        return load_parallel(self.validation, source=source, target=target, max_samples=HELD_OUT)
+        return load_parallel(data, source=source, target=target, max_samples=HELD_OUT)
 
     def choose_metrics(self, sources: list[str], references: list[str]) -> list[str]:
         """The metrics that are asked for, or the defaults for such pairs."""
@@ -256,7 +256,8 @@ class Run:
     def columns(self) -> tuple[str, str]:
         """Texts of pairs; sources have their prefix."""
         source, target = choose_columns(str(self.light), self.model, self.tokenizer, *self.languages)
-        return (source if split_prefix(source)[1] else split_language(source)[0]), split_language(target)[0]
+        source = source if split_prefix(source)[1] else split_language(source)[0] or ""
+        return source, split_language(target)[0] or ""
 
     def shorten_validation(self, number: int) -> None:
         """Keep so many pairs, in the order of their lengths: batches then have little padding."""

@@ -13,7 +13,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class Family:
         if name.endswith("embed_positions.weight") and cls.reads_positions:
             computed = copy.copy(config)
             computed.position_embedding_type = "sinusoidal"
-            return make_positions(computed).table
+            return cast(Any, make_positions(computed)).table
         return None
 
     @classmethod
@@ -132,7 +132,7 @@ def is_sinusoidal(table: torch.Tensor, config: FactorizedConfig) -> bool:
     sized = copy.copy(config)
     sized.max_position_embeddings = len(table) - config.position_offset
     with torch.device("cpu"):
-        rows = make_positions(sized).table[config.position_offset :]  # the rows before are of padding
+        rows = cast(Any, make_positions(sized)).table[config.position_offset :]  # the rows before are of padding
     error = SINUSOID_ERROR + torch.finfo(table.dtype).eps
     stored = table[config.position_offset :].float()
     return stored.shape == rows.shape and torch.allclose(stored, rows, atol=error, rtol=0)

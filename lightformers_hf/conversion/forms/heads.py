@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class NarrowerHeads(Block):
             means = torch.outer(mean_x @ q, bias)
             second = q.T @ x @ q + means + means.T + torch.outer(bias, bias)
             gradients = originals.gradients(query)
-            contexts, mean = originals.moments(out)
+            contexts, mean = cast(tuple, originals.moments(out))
             if originals.weight(out).bias is None:  # no bias takes the mean error
                 mean = torch.zeros_like(mean)
             contexts = contexts - torch.outer(mean, mean)

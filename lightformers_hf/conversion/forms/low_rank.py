@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,7 @@ class LowRank(Form):
         name: str,
         split: Split = "sigma-right",
     ) -> float:
-        rank = rank_of(module)
+        rank = cast(int, rank_of(module))
         if weight.rank == rank:
             weight.put(module)
             return 0.0
@@ -141,7 +141,7 @@ def truncate(
     matrix, bias = weight.product(), weight.bias
     spectrum = decompose(matrix, name=name, rank=rank, metric=metric)
     left, right = spectrum.truncate(rank, split)
-    if metric is not None and metric.mean is not None:
+    if metric is not None and metric.mean is not None and bias is not None:
         lost = metric.mean @ matrix.double() - metric.mean @ left.double() @ right.double()
         bias = (bias.double() + lost).to(bias.dtype)
     return Weight(left, right, bias), spectrum.relative_error(rank)

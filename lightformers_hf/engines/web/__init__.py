@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoConfig, GenerationConfig
 
@@ -185,9 +185,10 @@ def vendor(folder: Path) -> dict[str, str]:
         for package, files in VENDORED.items():
             archive = _run_npm(["pack", f"{package}@{versions[package]}"], Path(scratch))[-1]
             with tarfile.open(Path(scratch, archive)) as content:
-                for file in files:
-                    (folder / Path(file).name).write_bytes(content.extractfile(f"package/{file}").read())
-                needed = json.loads(content.extractfile("package/package.json").read()).get("dependencies", {})
+                read: dict[str, Any] = {file: content.extractfile(f"package/{file}") for file in files}
+                for file, opened in read.items():
+                    (folder / Path(file).name).write_bytes(opened.read())
+                needed = json.load(cast(Any, content.extractfile("package/package.json"))).get("dependencies", {})
             versions |= {name: needed[name] for name in VENDORED if name in needed}
     return versions
 
