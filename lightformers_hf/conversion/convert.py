@@ -140,9 +140,10 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
                 tqdm.write(f"{name} {found.agreement}", file=sys.stderr)
             agreements[name] = cast(Agreement, found.agreement)
             if name == nearest(agreements):
-                best, method = found, name
+                best, method = found if every == 1 else None, name
+            del found  # a whole model
         last = nearest(agreements)  # may be an earlier one again: what is close depends on all
-        best = best if every == 1 and method == last else None  # otherwise made again, with all text
+        best = best if method == last else None  # otherwise made again, with all text
         method = last
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
