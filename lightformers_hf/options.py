@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_args, get_origin
 
+# Smallest and largest whole number of a kind; seeds have the range of numpy's.
+RANGES: dict[str, tuple[int | None, int | None]] = {"count": (1, None), "seed": (0, 2**32 - 1), "port": (1, 65535)}
 P = ParamSpec("P")
 Record = TypeVar("Record")
 R = TypeVar("R")
@@ -31,7 +34,7 @@ class Help:
         name: the option on the command line, if it is not the field's name with dashes.
         also: another name of the option.
         kind: kind of the value if it is not that of the type: `data` and `checkpoint` (a folder, file or Hub name),
-            `file`, `seed`, `count` (1 or more), `number`, `minutes`, `hidden` (no option of a command).
+            `file`, `seed`, `count` (1 or more), `port`, `number`, `minutes`, `hidden` (no option of a command).
         values: values that a shell completes.
     """
 
@@ -92,7 +95,9 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Call
                 inspect.signature(record).bind(*arguments, **options)
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
-            return function(record(*arguments, **options))
+            made = record(*arguments, **options)
+            check_whole_numbers(made)
+            return function(made)
 
         of_record, found = inspect.signature(record), list(options_of(cast(type, record)))
         types = {option.name: option.type_name for option in found}
@@ -115,6 +120,19 @@ def _with_arguments(text: str, options: list[Option]) -> str:
             line = f"{option.name}: {' '.join(filter(None, (option.help.text, option.help.more)))}"
             lines += textwrap.wrap(line, 110, initial_indent=" " * 4, subsequent_indent=" " * 8)
     return text.replace("Args:\n", "Args:\n" + "\n".join(lines) + "\n", 1)
+
+
+def check_whole_numbers(record: object) -> None:
+    """Raise `OptionError` where a field for a whole number holds anything else, or a number out of its range."""
+    for option in options_of(type(record)):
+        value = getattr(record, option.name)
+        if value is None or option.type not in (int, int | None):
+            continue
+        least, most = RANGES.get(option.help.kind, (None, None))
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_whole or (least is not None and value < least) or (most is not None and value > most):
+            limits = "" if least is None else f", {least} or more" if most is None else f" from {least} to {most}"
+            raise OptionError(option.name, f" is {value!r}, expected a whole number{limits}")
 
 
 def values_of(record: object) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def plan(model: str, **options: Any) -> Answer:
 
 @command(*parameters_of(ConvertArguments))
 def convert(model: str, output: Path, overwrite: bool, private: bool, **options: Any) -> Answer:
-    """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, UMT5, Whisper or LightFormer checkpoint.
+    """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, Whisper or LightFormer checkpoint.
 
     The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. `recover` restores quality that it lost.
 

@@ -12,7 +12,7 @@ import click
 
 from ..conversion.options import CompressionOptions, read_pattern
 from ..files import check_folder, find_folder
-from ..options import Option, options_of
+from ..options import RANGES, Option, options_of
 from ..text import find_files
 
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
@@ -20,8 +20,8 @@ from ..text import find_files
 CHECKPOINT, DATA = click.Path(), click.Path()
 FILE = click.Path(path_type=Path)
 TYPES: dict[str, click.ParamType] = {"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "number": click.INT}
-TYPES |= {"seed": click.IntRange(0, 2**32 - 1), "count": click.IntRange(min=1), "port": click.IntRange(1, 65535)}
-TYPES |= {"minutes": click.FloatRange(min=0, min_open=True)}  # and seeds have the range of numpy
+TYPES |= {kind: click.IntRange(*limits) for kind, limits in RANGES.items()}
+TYPES |= {"minutes": click.FloatRange(min=0, min_open=True)}
 
 
 class CommandOption(click.Option):

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from ..languages import split_language
-from ..options import Help, OptionError, join_options
+from ..options import Help, OptionError, check_whole_numbers, join_options
 from ..text import data_name
 from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankShare, Ratio
 
@@ -91,7 +91,7 @@ class CompressionOptions:
         ),
     ] = None
     vocabulary_size: Annotated[
-        int | None, Help("Keep only its N most frequent tokens.", "N", "Tokens of each side at most.")
+        int | None, Help("Keep only its N most frequent tokens.", "N", "Tokens of each side at most.", kind="count")
     ] = None
     languages: Annotated[
         str | Sequence[str] | None,
@@ -150,10 +150,11 @@ class CompressionOptions:
     calibration_samples: Annotated[
         int | None,
         Help(
-            "How many pairs are drawn. Default: 1000 or more.",
+            "Pairs to draw. Default: 1000 or more.",
             "N",
             "More short pairs are drawn, until each side has 64 tokens per feature of d_model or 32,768 tokens. "
             "Self-generated texts are 256, and up to 1024 for teachers below 20M parameters.",
+            kind="count",
         ),
     ] = None
     source_lang: Annotated[
@@ -179,6 +180,7 @@ class CompressionOptions:
     ] = "cpu"
 
     def __post_init__(self) -> None:
+        check_whole_numbers(self)
         object.__setattr__(self, "languages", _as_tuple(self.languages, ","))
         object.__setattr__(self, "vocabulary", _as_tuple(self.vocabulary, None))
         object.__setattr__(self, "calibration", data_name(self.calibration))
@@ -187,9 +189,6 @@ class CompressionOptions:
                 object.__setattr__(self, name, int(given))
         if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
             raise OptionError(given[0], " needs ", "vocabulary", ": text in these languages, whose tokens stay")
-        for name in self._given("vocabulary_size", "calibration_samples"):
-            if getattr(self, name) < 1:
-                raise OptionError(name, f" is {getattr(self, name)}, expected 1 or more")
         if self.d_model is not None and not re.fullmatch(r"[1-9]\d*|\d+(\.\d+)?%", str(self.d_model)):
             raise OptionError("d_model", f" is {self.d_model!r}, expected a whole number (384) or a share (75%)")
         _check_choice("method", self.method, METHODS)

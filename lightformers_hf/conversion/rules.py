@@ -1,6 +1,8 @@
 """Rules for ranks: a ratio (LightFormer, Eq. 12), a rank, a share of ranks or of the energy; by kind and by name.
 
-W is m×n, its factors m×r and r×n: mn parameters become r(m+n). This file does not import torch, because options are
+W is m×n, its factors m×r and r×n: mn parameters become r(m+n). A rule fixes each matrix by itself. Where one budget
+(`ratio`, `params` or `size`, without patterns) is for all, no rule is asked: `allocation.allocate` chooses among the
+`choices` of forms. This file does not import torch, because options are
 checked with it before anything is loaded.
 """
 

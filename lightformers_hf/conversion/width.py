@@ -92,10 +92,11 @@ def norm_before(name: str) -> str:
 def fold_norms(teacher: Teacher) -> Teacher:
     """Return a teacher with the same outputs, whose norms have neither gain nor bias: the matrices behind have them.
 
-    The last norm of a model whose output layer is its token table keeps both, and so do norms of a post-norm model.
+    The last norm of a model whose output layer is its token table keeps both. So do all norms of a post-norm model,
+    and of one whose norms have a bias that a matrix behind them cannot take.
     """
     config, stored = teacher.config, stored_tensors(teacher.model)
-    if not config.normalize_before or not (config.use_bias or config.normalization == "rms_norm"):
+    if not config.normalize_before:
         return teacher
     tensors, folded = dict(stored), set()
     for name, kind in find_matrices(teacher.model):
@@ -103,9 +104,11 @@ def fold_norms(teacher: Teacher) -> Teacher:
             continue
         weight, bias = f"{name}.weight", "final_logits_bias" if name == "lm_head" else f"{name}.bias"
         norm = norm_before(name)
+        if f"{norm}.bias" in stored and bias not in stored and not name.endswith("k_proj"):
+            return teacher  # nothing takes the norm's bias; scores do not depend on a bias of all keys
         folded.add(norm)
         tensors[weight] = stored[weight] * stored[f"{norm}.weight"]
-        if bias in stored and f"{norm}.bias" in stored:  # scores do not depend on a bias of all keys
+        if bias in stored and f"{norm}.bias" in stored:
             tensors[bias] = stored[bias] + stored[weight] @ stored[f"{norm}.bias"]
     for norm in folded:
         tensors |= {

@@ -219,9 +219,7 @@ def compare_engines(call: EnginesArguments) -> EngineComparison:
 
 def _check_numbers(call: EnginesArguments, cores: Sequence[int]) -> None:
     """Raise `ValueError` for a number below 1, or more cores than there are."""
-    numbers: dict[str, Sequence[int]] = {"cores": cores, "batch_sizes": call.batch_sizes, "beams": call.beams}
-    numbers |= {name: [getattr(call, name)] for name in ("runs", "sentences", "new_tokens")}
-    for name, values in numbers.items():
+    for name, values in {"cores": cores, "batch_sizes": call.batch_sizes, "beams": call.beams}.items():
         if not values or min(values) < 1:
             raise ValueError(f"{name} is {list(values)}: expected numbers of 1 or more")
     if max(cores) > (there := os.cpu_count() or 1):

@@ -48,7 +48,7 @@ def plan(call: PlanArguments) -> Plan:
 
 @takes(ConvertArguments)
 def convert(call: ConvertArguments) -> CompressionReport | PreTrainedModel:
-    """Compress a trained checkpoint of Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5 or this package.
+    """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, mT5, UMT5, Whisper or LightFormer checkpoint.
 
     `output` gets weights, configuration, tokenizer, generation configuration, the model's code, `compression.json` and
     a model card: `AutoModelForSeq2SeqLM.from_pretrained(output)` and `AutoTokenizer.from_pretrained(output)` load it.

@@ -135,9 +135,6 @@ def distill(call: DistillArguments) -> Distillation:
     data, share = str(data_name(call.data)), read_share(call.keep)
     if call.format not in FORMATS:
         raise ValueError(f"format is {call.format!r}, expected {' or '.join(FORMATS)}")
-    for name in ("num_beams", "batch_size", "processes", "max_new_tokens"):
-        if (value := getattr(call, name)) is not None and value < 1:
-            raise ValueError(f"{name} is {value}, expected 1 or more")
     output = Path(os.path.expanduser(call.output))
     asked = {"teacher": identify(call.teacher), "data": data, "keep": share}
     asked |= {name: value for name, value in values_of(call).items() if name not in (*asked, *NOT_ASKED)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import os
 import re
 import time
@@ -163,8 +164,8 @@ def start_run(
 
 def check_minutes(minutes: float) -> None:
     """Raise `ValueError` where a time to train is none."""
-    if not 0 < minutes < math.inf:
-        raise OptionError("minutes", f" is {minutes}, expected a number above 0")
+    if not (isinstance(minutes, numbers.Real) and 0 < minutes < math.inf):
+        raise OptionError("minutes", f" is {minutes!r}, expected a number above 0")
 
 
 def check_generation(generation: GenerationConfig, folder: Path) -> None:

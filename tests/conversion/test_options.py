@@ -124,10 +124,14 @@ def test_no_quantity_is_named(text):
         ({"method": "paper", "calibration": "text"}, "the paper's procedure has no calibration"),
         ({"method": "paper", "decoder_layers": 1}, "the paper's procedure has no decoder_layers"),
         ({"method": "paper", "size": "40MB"}, "the paper's procedure has no size"),
-        ({"calibration_samples": 0}, "calibration_samples is 0, expected 1 or more"),
+        ({"calibration_samples": 0}, "calibration_samples is 0, expected a whole number, 1 or more"),
+        ({"calibration_samples": "10"}, "calibration_samples is '10', expected a whole number"),
+        ({"calibration_samples": True}, "calibration_samples is True, expected a whole number"),
+        ({"encoder_layers": 2.5}, "encoder_layers is 2.5, expected a whole number"),
         ({"languages": "de_DE"}, "languages needs vocabulary"),
         ({"vocabulary_size": 9}, "vocabulary_size needs vocabulary"),
         ({"vocabulary": "a.txt", "vocabulary_size": 0}, "vocabulary_size is 0"),
+        ({"vocabulary": "a.txt", "vocabulary_size": "9"}, "vocabulary_size is '9', expected a whole number"),
     ],
 )
 def test_options_that_cannot_be(options, message):

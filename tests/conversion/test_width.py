@@ -87,6 +87,12 @@ def test_all_directions_are_the_teacher_itself(name):
         torch.testing.assert_close(logits(found), logits(teacher.model), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("fields", [{"use_bias": False}, {"key_bias": False}])
+def test_a_bias_of_norms_is_not_lost_where_matrices_have_none(fields):
+    teacher = read(make_model("untied", **fields))
+    torch.testing.assert_close(logits(fold_norms(teacher).model), logits(teacher.model), atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["t5", "untied"])
 def test_moments_are_those_of_the_narrower_model(name):
     """Measured again, where nothing is lost."""

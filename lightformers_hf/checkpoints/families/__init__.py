@@ -38,7 +38,7 @@ SINUSOID_ERROR = 1e-3
 
 
 class Family:
-    """A source family. It overrides the two methods if its names or its configuration differ from Marian's."""
+    """A source family. It overrides methods where its names, tensors or configuration differ from Marian's."""
 
     architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
     fields: ClassVar[dict[str, Any]] = {}  # fields of `LightFormerConfig` that the family fixes by its code
