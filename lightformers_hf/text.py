@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from .files import explain_unwritable, write_whole
 from .languages import put_prefix, split_language, split_prefix
@@ -384,14 +384,6 @@ def find_files(data: str) -> list[str] | None:
     raise FileNotFoundError(
         f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
     )
-
-
-@overload
-def data_name(data: None) -> None: ...
-
-
-@overload
-def data_name(data: str | os.PathLike | Sequence[str | os.PathLike]) -> str: ...
 
 
 def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> str | None:

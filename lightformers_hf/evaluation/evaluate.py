@@ -177,7 +177,7 @@ def evaluate_text(
         names, folders: of `model` and, if there is one, `teacher`: names to print, and places to read from.
         exported: the record of an export; empty for a checkpoint.
     """
-    light, dense, data = folders["model"], folders.get("teacher"), data_name(call.data)
+    light, dense, data = folders["model"], folders.get("teacher"), str(data_name(call.data))
     languages = {"source": call.source_lang, "target": call.target_lang}
     if call.speed and exported:
         logger.warning(f"{names['model']} is an export: lightformers benchmark engines measures its speed")
@@ -227,7 +227,7 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
     """Transcribe sound with a model for speech (and its teacher): see `evaluate`, and `evaluate_text`."""
     language, column = split_language(call.source_lang)[0], split_language(call.target_lang)[0]
     options: dict[str, Any] = {name: getattr(call, name) for name in SPEECH_OPTIONS}
-    data, generation = data_name(call.data), {"num_beams": call.num_beams or 1}
+    data, generation = str(data_name(call.data)), {"num_beams": call.num_beams or 1}
     resolved = {role: resolve_source(folder) for role, folder in folders.items()}
     found = measure_speech(resolved, names, data, column=column, language=language, **options | generation)
     measured, rates = {}, {}

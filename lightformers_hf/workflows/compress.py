@@ -111,8 +111,7 @@ def compress(call: CompressArguments) -> Compression:
     Example:
         >>> print(compress("opus-mt-de-en", "small", data="train.jsonl", ratio=4, minutes=30))
     """
-    given_data = (call.data, call.validation, call.test, call.shortlist)
-    data, validation, test, shortlist = (data_name(each) for each in given_data)
+    data, validation, test, shortlist = map(data_name, (call.data, call.validation, call.test, call.shortlist))
     call = replace(call, calibration=data_name(call.calibration))
     metrics = check_metrics(call.metrics)
     options, note = choose_method(call)

@@ -82,7 +82,7 @@ def recover(call: RecoverArguments) -> Recovery:
     trains_on_cpu(call.device)
     if call.quantization not in (None, *ROUNDED_TYPES):
         raise OptionError("quantization", f" is {call.quantization!r}: expected {' or '.join(ROUNDED_TYPES)}")
-    data, validation, exclude = (data_name(each) for each in (call.data, call.validation, call.exclude))
+    data, validation, exclude = map(data_name, (call.data, call.validation, call.exclude))
     asked = {name: value for name, value in values_of(call).items() if name not in NOT_ASKED}
     asked |= {"model": identify(call.model), "teacher": identify(call.teacher), "metrics": metrics or None}
     asked |= {"data": data, "validation": validation, "exclude": exclude}
