@@ -1,4 +1,4 @@
-"""Decoding by every command: greedy or beam search, whatever a checkpoint asks for, and the length of an output."""
+"""Decoding by every command: greedy or beam search, whatever a checkpoint asks for; begin and length of outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Fields of a generation configuration that ask for more than greedy or beam search: the value without effect, and
 # the strategy. Transformers 5 has moved all but the first two to code on the Hub.
@@ -69,6 +69,21 @@ def seeded(seed: int, ids: Sequence[int], device: torch.device) -> Iterator[None
     with _SAMPLING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         yield
+
+
+def repeated_start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that a decoder starts from, if a tokenizer also begins every target with it, else `None`.
+
+    Targets are to lose it: with it, the decoder would read it twice, and all that follows one position later than in
+    an output. Models that were trained on such targets predict it after the start, and keep it.
+    """
+    start, first = model.config.decoder_start_token_id, tokenizer(text_target="")["input_ids"]
+    if len(first) < 2 or first[0] != start or model.generation_config.forced_bos_token_id == start:
+        return None
+    source = torch.tensor([tokenizer("")["input_ids"]], device=model.device)
+    with torch.inference_mode():
+        logits = model(input_ids=source, decoder_input_ids=source.new_tensor([[start]])).logits
+    return start if int(logits[0, -1].argmax()) != start else None
 
 
 def output_limit(generation: GenerationConfig) -> int | None:

@@ -244,6 +244,14 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     return {"forced_bos_token_id": number}
 
 
+def target_ids(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int, start: int | None
+) -> list[list[int]]:
+    """Ids of targets, cut to the longest, without the token `start` in front."""
+    ids = tokenizer(text_target=texts, max_length=longest, truncation=True)["input_ids"]
+    return [some[1:] if some[0] == start else some for some in ids]
+
+
 def begin_with(model: PreTrainedModel, first: dict[str, int | None] | None) -> None:
     """Let the translations of a model, and the targets that it is trained with, begin as of `first_token`."""
     for name, number in (first or {}).items():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import explain_unwritable, write_whole
-from .languages import put_prefix, split_language, split_prefix
+from .languages import put_prefix, split_language, split_prefix, target_ids
 from .options import OptionError
 
 if TYPE_CHECKING:
@@ -272,6 +272,7 @@ def tokenize_pairs(
     *,
     max_source_length: int,
     max_target_length: int,
+    start: int | None = None,
     num_proc: int | None = None,
 ) -> Dataset:
     """Tokenize the pairs of `load_parallel` for the training of a sequence-to-sequence model.
@@ -282,6 +283,7 @@ def tokenize_pairs(
     Args:
         max_source_length, max_target_length: tokens, end-of-sentence token included, which always stays; longer texts
             are cut.
+        start: token that is left out at the beginning of targets, the `repeated_start` of a model.
         num_proc: worker processes (default: none, in this process).
 
     Raises:
@@ -289,7 +291,7 @@ def tokenize_pairs(
     """
     tokens = pairs.map(
         _tokenize,
-        fn_kwargs={"tokenizer": tokenizer, "limits": (max_source_length, max_target_length)},
+        fn_kwargs={"tokenizer": tokenizer, "limits": (max_source_length, max_target_length), "start": start},
         batched=True,
         remove_columns=pairs.column_names,
         num_proc=num_proc,
@@ -300,10 +302,12 @@ def tokenize_pairs(
     return tokens
 
 
-def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> dict[str, list]:
+def _tokenize(
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int], start: int | None
+) -> dict[str, list]:
     """The columns of `tokenize_pairs`; `limits` are the longest source and target."""
     source = tokenizer(batch["source"], max_length=limits[0], truncation=True)
-    target = tokenizer(text_target=batch["target"], max_length=limits[1], truncation=True)["input_ids"]
+    target = target_ids(batch["target"], tokenizer, limits[1], start)
     columns = {"input_ids": source["input_ids"], "attention_mask": source["attention_mask"], "labels": target}
     lengths = {"source_length": source["input_ids"], "target_length": target}
     return columns | {name: list(map(len, texts)) for name, texts in lengths.items()}

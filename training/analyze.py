@@ -43,6 +43,7 @@ from transformers import (
 
 import lightformers_hf  # noqa: F401  registers the architectures with the Auto classes
 from lightformers_hf.conversion.rules import rank_for_energy
+from lightformers_hf.decoding import repeated_start
 from lightformers_hf.evaluation.evaluate import choose_columns
 from lightformers_hf.evaluation.speed import translation_memory
 from lightformers_hf.files import atomic_output, read_json
@@ -527,7 +528,8 @@ def text_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Padded batches of the columns `source` and `target`, with the inputs of the decoder."""
     limit = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, tokenizer.model_max_length)
-    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=limit, max_target_length=limit)
+    limits, start = {"max_source_length": limit, "max_target_length": limit}, repeated_start(model, tokenizer)
+    tokens = tokenize_pairs(pairs, tokenizer, **limits, start=start)
     tokens = tokens.remove_columns(["source_length", "target_length"])
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     for batch in (tokens[start : start + BATCH] for start in range(0, len(tokens), BATCH)):

@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from lightformers_hf.corpus import Corpus
+from lightformers_hf.decoding import repeated_start
 from lightformers_hf.evaluation.quality import METRICS, choose_metrics, describe, metric_names, score, signatures
 from lightformers_hf.languages import add_prefix, keep_prefix, language_code, split_prefix
 from lightformers_hf.loading import load_pretrained
@@ -238,11 +239,13 @@ def run(
     with args.main_process_first():
         lengths = {k: getattr(data_args, k) for k in ("max_source_length", "max_target_length")}
         workers = data_args.preprocessing_num_workers
-        tokens = {part: tokenize_pairs(pairs, tokenizer, num_proc=workers, **lengths) for part, pairs in parts.items()}
+        start = repeated_start(model if teacher is None else teacher, tokenizer)
+        shared = {"num_proc": workers, "start": start}
+        tokens = {part: tokenize_pairs(pairs, tokenizer, **lengths, **shared) for part, pairs in parts.items()}
     if corpus is not None:
         limits = {"longest": tuple(lengths.values()), "max_tokens": data_args.max_tokens}
         seed = args.seed if args.data_seed is None else args.data_seed
-        pool = partial(TokenizedPool, tokenizer=tokenizer, **limits)
+        pool = partial(TokenizedPool, tokenizer=tokenizer, **limits, start=start)
         tokens["train"] = TokenBatches(corpus, pool, data_args.max_tokens, seed)
     scored = {part: ScoredPart(parts[part], tokens[part], tokenizer) for part in tokens if part != "train"}
 

@@ -28,6 +28,7 @@ from transformers import (
 
 from ..checkpoints.teacher import Teacher
 from ..corpus import Corpus
+from ..decoding import repeated_start
 from ..languages import add_prefix, find_prefixes
 from ..loading import generate_tokens, position_limit
 from ..options import OptionError
@@ -135,7 +136,8 @@ def greedy_outputs(
 def parallel_batches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Dataset) -> list[Batch]:
     """Padded batches of similar lengths, of the columns `source` and `target`."""
     longest = longest_text(model.config, tokenizer)
-    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=longest, max_target_length=longest)
+    limits, start = {"max_source_length": longest, "max_target_length": longest}, repeated_start(model, tokenizer)
+    tokens = tokenize_pairs(pairs, tokenizer, **limits, start=start)
     lengths = [sum(pair) for pair in zip(tokens["source_length"], tokens["target_length"], strict=True)]
     order = sorted(range(len(tokens)), key=lengths.__getitem__)
     tokens = tokens.remove_columns(["source_length", "target_length"])

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from transformers.trainer_callback import ExportableState
 
 from ..corpus import Corpus, Pairs
+from ..languages import target_ids
 from ..text import CHECKED, check_known
 from .batches import TokenBatchSampler
 
@@ -26,21 +27,29 @@ class TokenizedPool:
     Args:
         longest: tokens after which sources and targets are cut.
         max_tokens: tokens of a pair at most; pairs of more are left out, with a logged warning.
+        start: as for `tokenize_pairs`.
 
     Attributes:
         input_ids, labels: for each pair, the ids of a text as 32-bit integers.
         lengths: numbers of tokens, as `source` and `target`.
     """
 
-    def __init__(self, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, *, longest: tuple[int, int], max_tokens: int):
-        limits: list[dict[str, Any]] = [{"max_length": most, "truncation": True} for most in longest]
+    def __init__(
+        self,
+        pairs: Pairs,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        longest: tuple[int, int],
+        max_tokens: int,
+        start: int | None = None,
+    ):
         sources, targets = pairs["source"], pairs["target"]
         self.input_ids: list[np.ndarray] = []
         self.labels: list[np.ndarray] = []
-        for start in range(0, len(sources), AT_ONCE):
-            batch = slice(start, start + AT_ONCE)
-            self.input_ids += _compact(tokenizer(sources[batch], **limits[0])["input_ids"])
-            self.labels += _compact(tokenizer(text_target=targets[batch], **limits[1])["input_ids"])
+        for first in range(0, len(sources), AT_ONCE):
+            batch = slice(first, first + AT_ONCE)
+            self.input_ids += _compact(tokenizer(sources[batch], max_length=longest[0], truncation=True)["input_ids"])
+            self.labels += _compact(target_ids(targets[batch], tokenizer, longest[1], start))
         kept = [place for place, ids in enumerate(self.input_ids) if len(ids) + len(self.labels[place]) <= max_tokens]
         if len(kept) < len(self.labels):
             logger.warning(f"{len(sources) - len(kept)} pairs have more than {max_tokens} tokens and are left out")

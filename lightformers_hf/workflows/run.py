@@ -32,6 +32,7 @@ from ..arguments import RecoverArguments
 from ..conversion import copy_report
 from ..conversion.calibration_text import random_texts
 from ..corpus import Corpus, Pairs
+from ..decoding import repeated_start
 from ..engines import Engine, export, load_engine
 from ..engines.engine import longest_input
 from ..evaluation.evaluate import choose_columns
@@ -269,16 +270,22 @@ class Run:
         """The validation, tokenized."""
         return ScoredPart(self.held_out, self.tokenize(self.held_out), self.tokenizer)
 
+    @cached_property
+    def start(self) -> int | None:
+        """The token that targets do not begin with."""
+        return repeated_start(self.distiller, self.tokenizer)
+
     def tokenize(self, pairs: Dataset) -> Dataset:
         """Ids of pairs, cut to the positions of the model."""
         limits = {"max_source_length": self.longest, "max_target_length": self.longest}
-        return tokenize_pairs(pairs, self.tokenizer, **limits)
+        return tokenize_pairs(pairs, self.tokenizer, **limits, start=self.start)
 
     def tokenize_pool(self, pairs: Pairs) -> Any:
         """Ids of a pool; those of the last one are kept, which is the same again in a small corpus."""
         if self.last_pool is None or self.last_pool[0] is not pairs:
             most = MAX_TOKENS["cpu" if self.on_cpu else "accelerator"]
-            tokens = TokenizedPool(pairs, self.tokenizer, longest=(self.longest, self.longest), max_tokens=most)
+            longest = self.longest, self.longest
+            tokens = TokenizedPool(pairs, self.tokenizer, longest=longest, max_tokens=most, start=self.start)
             self.last_pool = pairs, tokens
         return self.last_pool[1]
 
