@@ -1,0 +1,89 @@
+"""Joint fit: all layers of a refitted model move together towards the teacher's predictions.
+
+Least squares fit one layer after another, each to an output of the teacher. What they leave is fitted here at once, by
+gradient descent on the KL divergence from the teacher: two passes over the calibration text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+
+from .sensitivity import Batch, cut_batches, target_states
+from .sharing import STACKS
+from .workers import AT_ONCE, Step, cast_weights, fast_passes, map_in_threads
+
+PASSES, TOKENS = 2, 1024  # over the text; of a step, on both sides with padding
+# The largest change of a step, relative to the root mean square of a tensor, and the share of steps in which it rises.
+RATE, RISE = 2e-3, 0.1
+LONGEST = 1.0  # norm of a gradient at most
+MANY = 16_384  # tokens of a vocabulary; of one n times as large, only every n-th position is compared
+
+
+def fit_jointly(
+    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], seed: int
+) -> list[Tensor]:
+    """Fit the layers of a model to its teacher's predictions, by new tensors in their parameters.
+
+    Steps are those of Adafactor (Shazeer and Stern 2018), relative to the size of each tensor, so that one rate fits
+    all models. Their order is a function of the seed. Tables stay: to fit them, too, brought nothing, and most of the
+    time and memory were theirs.
+
+    Returns: the tensors as they were, in the order of `layer_parameters`.
+    """
+    parameters = layer_parameters(student)
+    before = [parameter.data for parameter in parameters]
+    for parameter in parameters:  # the teacher may share them
+        parameter.data = parameter.data.clone()
+        parameter.requires_grad_()
+    every = 1 + student.config.decoder_vocab_size // MANY
+    halves = [half for batch in cut_batches(batches, TOKENS) for half in _halve(batch)]
+    steps = range(0, len(halves), 2)
+    order: list[int] = []
+    for turn in range(PASSES):
+        order += random.Random(seed + turn).sample(steps, len(steps))
+    optimizer = torch.optim.Adafactor(parameters, lr=RATE, weight_decay=0.0)
+    rates = get_cosine_schedule_with_warmup(optimizer, int(RISE * len(order)), len(order))
+
+    def look(half: Batch) -> Tensor:
+        with torch.no_grad(), fast_passes(teacher.device):
+            return target_states(teacher, half)[::every]
+
+    def differentiate(index: int) -> tuple[Tensor, ...]:
+        with torch.enable_grad(), fast_passes(student.device):
+            found = student.logits_of(target_states(student, halves[index])[::every]).float().log_softmax(-1)
+            with torch.no_grad():
+                wanted = teacher.logits_of(states[index]).float().log_softmax(-1)
+            # Where tokens are forbidden both are minus infinity.
+            divergence = torch.where(wanted.isfinite(), wanted.exp() * (wanted - found), 0).sum()
+            return torch.autograd.grad(divergence, parameters, materialize_grads=True)
+
+    with cast_weights(teacher), cast_weights(student.lm_head):
+        states = list(map_in_threads(look, halves, teacher.device, AT_ONCE))
+        for first in Step("fitting all", order, unit="step"):
+            pair = range(first, min(first + 2, len(halves)))
+            gradients = zip(*map_in_threads(differentiate, pair, student.device, 2), strict=True)
+            count = sum(len(states[index]) for index in pair)
+            for parameter, parts in zip(parameters, gradients, strict=True):
+                parameter.grad = sum(parts) / count
+            torch.nn.utils.clip_grad_norm_(parameters, LONGEST)
+            optimizer.step()
+            rates.step()
+    student.requires_grad_(False)
+    student.zero_grad()
+    return before
+
+
+def layer_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of a model's layers: not those of its tables and of the convolutions before its encoder."""
+    return [parameter for stack in STACKS for parameter in getattr(model.model, stack).layers.parameters()]
+
+
+def _halve(batch: Batch) -> list[Batch]:
+    """Every other text of a batch, and the others: their gradients are computed at the same time."""
+    count = min(2, len(batch["labels"]))
+    return [{name: tensor[first::count] for name, tensor in batch.items()} for first in range(count)]
