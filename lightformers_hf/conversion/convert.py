@@ -148,14 +148,14 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         method = last
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
-    if refits and measured.held_out and not dry:
+    if "joint" in steps and measured.held_out and not dry:
         agreement = approach(model, measured, cast(Agreement, agreement), study.calibration_seed)
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
         model,
         options,
         asked_study,
-        calibration=(options.calibration or OWN_TEXT) if steps - {"refit"} else None,
+        calibration=(options.calibration or OWN_TEXT) if steps - {"refit", "joint"} else None,
         trimmed=whole,
         matrices=report_matrices(chosen, best.errors, model, dense),
         calibrated_on=measured.sentences,
@@ -209,7 +209,7 @@ def make(
 def find_steps(
     whole: Teacher, originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> frozenset[str]:
-    """Return the steps that need text: `bridge` removed layers, `weight` errors, `refit` the result's layers.
+    """Return the steps that need text: `bridge` removed layers, `weight` errors, `refit` the result's layers, `joint`.
 
     Raises `ValueError` if an option is given that means nothing without them.
     """
@@ -225,6 +225,8 @@ def find_steps(
         steps.add("refit")
     elif originals.narrowed != 1 and study.refit is not False:  # before layers share weights
         steps.add("narrow")
+    if "weight" in steps and study.joint and study.refit is not False:
+        steps.add("joint")
     if not steps and (needed := needs_calibration(options, study)) is not None:
         if not is_seq2seq:
             raise OptionError(

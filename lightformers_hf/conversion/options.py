@@ -286,7 +286,8 @@ class StudyOptions:
         share_layer_norms: whether the layer norms of new groups are also shared.
         refit: refit every layer by least squares to the teacher's outputs, front to back: after truncation, and before
             it if layers are removed. `None`: if there is text and, after truncation, no layer is shared.
-        calibration_seed: seed of the selection of calibration pairs.
+        joint: whether all layers are fitted together in the end (`fit_jointly`), where weights are made from text.
+        calibration_seed: seed of the selection of calibration pairs, and of the order of the joint fit.
 
     Raises:
         ValueError: a value is not among its choices.
@@ -298,6 +299,7 @@ class StudyOptions:
     ffn_method: str | None = None
     share_layer_norms: bool = True
     refit: bool | None = None
+    joint: bool = True
     calibration_seed: int = 0
 
     def __post_init__(self) -> None:

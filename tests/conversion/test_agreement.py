@@ -12,7 +12,7 @@ from conversion.reports import matrix, report_of
 from tiny import sizes, word_tokenizer
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration
 
-from lightformers_hf import convert, plan
+from lightformers_hf import StudyOptions, convert, plan
 from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import refit
 from lightformers_hf.conversion import sensitivity as calibration
@@ -112,6 +112,7 @@ def test_a_teacher_that_is_sure_keeps_its_outputs(sure_teacher, tmp_path, monkey
     """The weighting by exact probabilities loses most words at the same size."""
     folder, data, batch = sure_teacher
     options = {"ratio": 2, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
+    options["study"] = StudyOptions(joint=False)
     report = convert(folder, tmp_path / "new", progress=False, **options)
     monkeypatch.setattr(calibration, "find_temperature", lambda variance, removed: 1.0)
     exact = convert(folder, tmp_path / "exact", progress=False, **options)
@@ -132,6 +133,7 @@ def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(
     folder, data, _ = sure_teacher
     monkeypatch.setattr(refit, "TOKENS", batch)
     options = {"ratio": 3, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
+    options["study"] = StudyOptions(joint=False)  # which is after the choice
     reports = {
         method: convert(folder, tmp_path / method, method=method, progress=False, **options)
         for method in ("auto", "low-rank", "narrow")
