@@ -77,6 +77,7 @@ METHODS: dict[str, Mapping[str, object]] = {
     "matrices": {"method": "low-rank", "study.refit": False},  # one budget for all matrices
     "budget": {"study.refit": False},  # heads and neurons among the choices
     "narrow": {"method": "narrow"},  # no low-rank factors, except of the embedding matrix
+    "refit": {"study.joint": False},
     "all": {},
     "own-text": {"calibration": None},  # weighted on self-generated text
     "layers": DENSE,  # fewer layers, and nothing else

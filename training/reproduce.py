@@ -327,8 +327,8 @@ def alternatives(lab: Lab) -> Rows:
 
 
 def ablations(lab: Lab) -> Rows:
-    """The parts of `convert` one after the other, at ratio 3, without training."""
-    methods = ("paper", "inputs", "loss", "matrices", "budget", "all", "own-text")
+    """The parts of `convert` one after the other, at ratio 3, without `recover`."""
+    methods = ("paper", "inputs", "loss", "matrices", "budget", "refit", "all", "own-text")
     yield from compare_on_multi30k(lab, "ablations", "--ratios", 3, "--methods", *methods, "--trainings")
 
 
