@@ -264,7 +264,7 @@ Rows = Iterator[dict[str, object]]
 
 
 def converted(lab: Lab) -> Rows:
-    """The Multi30k teacher at five ratios, from sentence pairs, from its own text, and by plain SVD; not trained."""
+    """The Multi30k teacher at five ratios, from pairs, from its own text, and by plain SVD; without `recover`."""
     yield {"model": "teacher", "ratio": 1, **score_tests(lab, "inputs/multi30k-de-en")}
     for ratio in (2, 3, 4, 8, 12):
         for text, given in {"pairs": PAIRS, "own": (), "plain": ("--method", "paper")}.items():

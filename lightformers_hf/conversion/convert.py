@@ -50,7 +50,7 @@ GIVEN, LOADING, SHARED = 0.6, 8.0, 0.5
 # Factors of the shortest and the longest time: processors differ, and several conversions may be compared.
 SHORTEST, LONGEST = 0.3, 3.0
 # Bytes of the libraries, and how often the model is in memory in float32, at most: teacher, result, activations.
-LIBRARIES, COPIES = 1.4e9, 2.8
+LIBRARIES, COPIES = 1.4e9, 4.0
 
 CLOSE = 1.1  # divergences from the teacher that are equal but for chance
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
@@ -148,7 +148,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         method = last
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
-    if "joint" in steps and measured.held_out and not dry:
+    if "joint" in steps and not dry:
         agreement = approach(model, measured, cast(Agreement, agreement), study.calibration_seed)
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
@@ -167,11 +167,11 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
 
 
 def approach(model: PreTrainedModel, measured: Measured, before: Agreement, seed: int) -> Agreement:
-    """Fit all values of a model together, if that brings it nearer to its teacher on the text that was held out."""
+    """Fit all layers of a model together, and keep that if it is nearer to its teacher on the text to compare them."""
     whole, calibration = cast(PreTrainedModel, measured.whole), cast(Calibration, measured.calibration)
     model.to(whole.device)
     values = fit_jointly(model, whole, calibration.batches, seed)
-    agreement = replace(compare(model, whole, measured.compared, measured.outputs), held_out=True)
+    agreement = replace(compare(model, whole, measured.compared, measured.outputs), held_out=measured.held_out)
     if (agreement.divergence or 0.0) >= (before.divergence or 0.0):
         agreement = before
         for parameter, value in zip(layer_parameters(model), values, strict=True):
