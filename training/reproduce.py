@@ -406,7 +406,7 @@ def studies(lab: Lab) -> Rows:
 def parts(lab: Lab) -> Rows:
     """Subformer and PartialFormer without one of their parts, or with one more: small models, trained alike."""
     build_tokenizer(lab)
-    for name in ("subformer_parts", "partialformer_parts"):
+    for name in ("subformer_parts", "partialformer_parts", "partialformer_variants"):
         yield from lab.study(name, "bpe")
 
 
