@@ -546,7 +546,7 @@ EXPERIMENTS = {
     "conversion": Experiment(conversion, (), 15),
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
-    "parts": Experiment(parts, ("multi30k",), 200, (42, 0)),
+    "parts": Experiment(parts, ("multi30k",), 245, (42, 0)),
     "transfer": Experiment(transfer, ("multi30k",), 90, (42, 0)),
     "demo": Experiment(demo, (), 10),
     "whisper": Experiment(whisper, ("whisper-tiny.en", "speech"), 45),

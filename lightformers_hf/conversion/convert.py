@@ -52,6 +52,7 @@ SHORTEST, LONGEST = 0.3, 3.0
 # Bytes of the libraries, and how often the model is in memory in float32, at most: teacher, result, activations.
 LIBRARIES, COPIES = 1.4e9, 4.0
 
+WORTH_FITTING = 1e-4  # nats a token: below, layers are not fitted jointly
 CLOSE = 1.1  # divergences from the teacher that are equal but for chance
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
@@ -148,7 +149,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         method = last
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
-    if "joint" in steps and not dry:
+    if "joint" in steps and best.divergence > WORTH_FITTING:
         agreement = approach(model, measured, cast(Agreement, agreement), study.calibration_seed)
     report = (Plan if dry else CompressionReport).of(
         checkpoint,

@@ -31,7 +31,7 @@ from lightformers_hf.conversion.sensitivity import (
 )
 from lightformers_hf.conversion.sharing import find_matrices
 
-REFIT = StudyOptions(refit=True)
+REFIT = StudyOptions(refit=True, joint=False)
 
 
 @pytest.fixture(scope="module")
