@@ -35,7 +35,7 @@ def fit_jointly(
 
     Returns: the tensors as they were, in the order of `layer_parameters`.
     """
-    parameters = layer_parameters(student)
+    parameters = layer_parameters(student.requires_grad_(False))
     before = [parameter.data for parameter in parameters]
     for parameter in parameters:  # the teacher may share them
         parameter.data = parameter.data.clone()
