@@ -173,7 +173,7 @@ def approach(model: PreTrainedModel, measured: Measured, before: Agreement, seed
     model.to(whole.device)
     values = fit_jointly(model, whole, calibration.batches, seed)
     agreement = replace(compare(model, whole, measured.compared, measured.outputs), held_out=measured.held_out)
-    if (agreement.divergence or 0.0) >= (before.divergence or 0.0):
+    if not (agreement.divergence or 0.0) < (before.divergence or 0.0):  # as where it is NaN
         agreement = before
         for parameter, value in zip(layer_parameters(model), values, strict=True):
             parameter.data = value

@@ -617,7 +617,7 @@ def compare(
             exact += len(mask) - len(mask.nonzero()[differs, 0].unique())
     texts = sum(len(batch["labels"]) for batch in outputs)
     share = exact / texts if texts else None
-    nats = max(0.0, divergence / tokens)  # rounding may leave less
+    nats = max(divergence / tokens, 0.0)  # rounding may leave less; NaN stays NaN
     return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=nats, exact=share, texts=texts)
 
 

@@ -1,5 +1,7 @@
 """Joint fit: nearer to the teacher on other text, equal bytes whatever the threads, kept only where it is better."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -77,8 +79,14 @@ def test_a_conversion_ends_with_it_and_its_bytes_do_not_depend_on_threads(tiny_m
     assert all(".layers." in name for name in changed)
 
 
-def test_values_that_come_no_nearer_are_not_kept(tiny_marian, without, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "RATE", 10.0)
+@pytest.mark.parametrize("value", [99.0, float("nan")])
+def test_values_that_come_no_nearer_are_not_kept(tiny_marian, without, tmp_path, monkeypatch, value):
+    def spoil(student, *given):
+        before = fit_jointly(student, *given)
+        module.layer_parameters(student)[0].data.fill_(value)
+        return before
+
+    monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "fit_jointly", spoil)
     folder, report = without
     assert convert(tiny_marian, tmp_path / "out", ratio=4, progress=False).agreement == report.agreement
     assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
