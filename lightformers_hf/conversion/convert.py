@@ -184,6 +184,7 @@ def approach(model: PreTrainedModel, measured: Measured, before: Agreement, seed
 def nearest(agreements: Mapping[str, Agreement]) -> str:
     """Return the name with the smallest divergence; of those within `CLOSE` times it, that with most equal outputs."""
     divergences = {name: agreement.divergence or 0.0 for name, agreement in agreements.items()}
+    divergences = {name: math.inf if math.isnan(nats) else nats for name, nats in divergences.items()}
     close = [name for name, nats in divergences.items() if nats <= CLOSE * min(divergences.values())]
     return max(close, key=lambda name: (agreements[name].exact or 0, -divergences[name]))
 

@@ -262,3 +262,4 @@ def test_equal_outputs_decide_between_candidates_that_are_as_near():
     assert nearest({"a": agreement(0.105, 0.7), "b": agreement(0.1, 0.6), "c": agreement(0.2, 0.9)}) == "a"
     assert nearest({"a": agreement(0.105, 0.6), "b": agreement(0.1, 0.6)}) == "b"
     assert nearest({"a": agreement(0.105, None), "b": agreement(0.1, None)}) == "b"
+    assert nearest({"a": agreement(float("nan"), 0.9), "b": agreement(0.1, 0.6)}) == "b"
