@@ -249,7 +249,7 @@ def target_ids(
 ) -> list[list[int]]:
     """Ids of targets, cut to the longest, without the token `start` in front."""
     ids = tokenizer(text_target=texts, max_length=longest, truncation=True)["input_ids"]
-    return [some[1:] if some[0] == start else some for some in ids]
+    return [some[1:] if some[:1] == [start] else some for some in ids]
 
 
 def begin_with(model: PreTrainedModel, first: dict[str, int | None] | None) -> None:

@@ -8,6 +8,7 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTok
 
 from lightformers_hf.conversion.calibration_text import parallel_batches
 from lightformers_hf.decoding import repeated_start
+from lightformers_hf.languages import target_ids
 from lightformers_hf.recovery import TokenizedPool
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghij"]
@@ -58,6 +59,11 @@ def test_a_model_that_learned_to_repeat_its_start_is_asked(make):
     assert repeated_start(model, tokenizer) == START
     model.final_logits_bias[:, START] = 100
     assert repeated_start(model, tokenizer) is None
+
+
+def test_a_target_without_tokens_loses_none(make):
+    _, tokenizer = make("$A")
+    assert target_ids(["", "a"], tokenizer, 9, START) == [[], [WORDS.index("a")]]
 
 
 def test_an_end_alone_is_no_start(tiny_marian):
