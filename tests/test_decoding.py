@@ -4,7 +4,13 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianMTModel,
+    MarianTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from lightformers_hf.conversion.calibration_text import parallel_batches
 from lightformers_hf.decoding import repeated_start
@@ -67,8 +73,6 @@ def test_a_target_without_tokens_loses_none(make):
 
 
 def test_an_end_alone_is_no_start(tiny_marian):
-    from transformers import MarianMTModel, MarianTokenizer
-
     model, tokenizer = (kind.from_pretrained(tiny_marian) for kind in (MarianMTModel, MarianTokenizer))
     model.config.decoder_start_token_id = tokenizer.eos_token_id
     assert repeated_start(model, tokenizer) is None

@@ -528,8 +528,8 @@ def text_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Padded batches of the columns `source` and `target`, with the inputs of the decoder."""
     limit = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, tokenizer.model_max_length)
-    limits, start = {"max_source_length": limit, "max_target_length": limit}, repeated_start(model, tokenizer)
-    tokens = tokenize_pairs(pairs, tokenizer, **limits, start=start)
+    first = repeated_start(model, tokenizer)
+    tokens = tokenize_pairs(pairs, tokenizer, max_source_length=limit, max_target_length=limit, start=first)
     tokens = tokens.remove_columns(["source_length", "target_length"])
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     for batch in (tokens[start : start + BATCH] for start in range(0, len(tokens), BATCH)):

@@ -150,7 +150,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
     if "joint" in steps and best.divergence > WORTH_FITTING:
-        agreement = approach(model, measured, cast(Agreement, agreement), study.calibration_seed)
+        agreement = try_joint_fit(model, measured, cast(Agreement, agreement), study.calibration_seed)
     report = (Plan if dry else CompressionReport).of(
         checkpoint,
         model,
@@ -167,7 +167,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     return Compressed(teacher, model, report)
 
 
-def approach(model: PreTrainedModel, measured: Measured, before: Agreement, seed: int) -> Agreement:
+def try_joint_fit(model: PreTrainedModel, measured: Measured, before: Agreement, seed: int) -> Agreement:
     """Fit all layers of a model together, and keep that if it is nearer to its teacher on the text to compare them."""
     whole, calibration = cast(PreTrainedModel, measured.whole), cast(Calibration, measured.calibration)
     model.to(whole.device)
@@ -211,7 +211,9 @@ def make(
 def find_steps(
     whole: Teacher, originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> frozenset[str]:
-    """Return the steps that need text: `bridge` removed layers, `weight` errors, `refit` the result's layers, `joint`.
+    """Return the steps that need text.
+
+    They `bridge` removed layers, `weight` errors, `refit` the result's layers, and fit these in the end (`joint`).
 
     Raises `ValueError` if an option is given that means nothing without them.
     """
@@ -371,7 +373,7 @@ def fit(
     refits: bool,
     every: int,
 ) -> tuple[dict[Form, float], Agreement | None]:
-    """Give a skeleton its values: the only place where they are made.
+    """Give a skeleton its values: the only place where they are made, before a joint fit moves them.
 
     Matrices are the nearest to the teacher's. If the run `refits`, linear layers are then fitted to its outputs; their
     matrices before matter only in shapes that the teacher's do not have.

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
+from .refit import total_divergence
 from .sensitivity import Batch, cut_batches, target_states
 from .sharing import STACKS
 from .workers import AT_ONCE, Step, cast_weights, fast_passes, map_in_threads
 
 PASSES, TOKENS = 2, 1024  # over the text; of a step, on both sides with padding
-# The largest change of a step, relative to the root mean square of a tensor, and the share of steps in which it rises.
+# The root mean square of a step at most, relative to that of the tensor, and the share of steps in which it rises.
 RATE, RISE = 2e-3, 0.1
-LONGEST = 1.0  # norm of a gradient at most
-MANY = 16_384  # tokens of a vocabulary; of one n times as large, only every n-th position is compared
+MAX_GRAD_NORM = 1.0
+LARGE_VOCABULARY = 16_384  # tokens; of one at least n times as large, only every (n+1)-th position is compared
 
 
 def fit_jointly(
@@ -40,7 +41,7 @@ def fit_jointly(
     for parameter in parameters:  # the teacher may share them
         parameter.data = parameter.data.clone()
         parameter.requires_grad_()
-    every = 1 + student.config.decoder_vocab_size // MANY
+    every = 1 + student.config.decoder_vocab_size // LARGE_VOCABULARY
     halves = [half for batch in cut_batches(batches, TOKENS) for half in _halve(batch)]
     steps = range(0, len(halves), 2)
     order: list[int] = []
@@ -55,12 +56,10 @@ def fit_jointly(
 
     def differentiate(index: int) -> tuple[Tensor, ...]:
         with torch.enable_grad(), fast_passes(student.device):
-            found = student.logits_of(target_states(student, halves[index])[::every]).float().log_softmax(-1)
+            predicted = student.logits_of(target_states(student, halves[index])[::every])
             with torch.no_grad():
-                wanted = teacher.logits_of(states[index]).float().log_softmax(-1)
-            # Where tokens are forbidden both are minus infinity.
-            divergence = torch.where(wanted.isfinite(), wanted.exp() * (wanted - found), 0).sum()
-            return torch.autograd.grad(divergence, parameters, materialize_grads=True)
+                wanted = teacher.logits_of(states[index])
+            return torch.autograd.grad(total_divergence(predicted, wanted), parameters, materialize_grads=True)
 
     with cast_weights(teacher), cast_weights(student.lm_head):
         states = list(map_in_threads(look, halves, teacher.device, AT_ONCE))
@@ -70,7 +69,7 @@ def fit_jointly(
             count = sum(len(states[index]) for index in pair)
             for parameter, parts in zip(parameters, gradients, strict=True):
                 parameter.grad = sum(parts) / count
-            torch.nn.utils.clip_grad_norm_(parameters, LONGEST)
+            torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             optimizer.step()
             rates.step()
     student.requires_grad_(False)

@@ -605,10 +605,7 @@ def compare(
             for predicted, wanted in _both_logits(student, teacher, batch):
                 equal += int((predicted.argmax(-1) == wanted.argmax(-1)).sum())
                 tokens += len(wanted)
-                log_q, log_p = (logits.float().log_softmax(-1) for logits in (predicted, wanted))
-                # Where tokens are forbidden both are minus infinity.
-                terms = torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0)
-                divergence += terms.sum().item()
+                divergence += total_divergence(predicted, wanted).item()
         for batch in outputs:
             pairs = [[each.argmax(-1) for each in both] for both in _both_logits(student, teacher, batch)]
             predicted, wanted = (torch.cat(side).cpu() for side in zip(*pairs, strict=True))
@@ -619,6 +616,13 @@ def compare(
     share = exact / texts if texts else None
     nats = max(divergence / tokens, 0.0)  # rounding may leave less; NaN stays NaN
     return Agreement(share=equal / tokens, tokens=tokens, held_out=False, divergence=nats, exact=share, texts=texts)
+
+
+def total_divergence(predicted: Tensor, wanted: Tensor) -> Tensor:
+    """The sum of the KL divergences of predictions from those wanted, both logits at tokens (tokens×V), in nats."""
+    log_q, log_p = (logits.float().log_softmax(-1) for logits in (predicted, wanted))
+    # Where tokens are forbidden both are minus infinity.
+    return torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0).sum()
 
 
 def _both_logits(

@@ -43,9 +43,9 @@ def divergence(student, teacher, batch):
     return F.kl_div(*logits, log_target=True, reduction="batchmean").item()
 
 
-@pytest.mark.parametrize("many", [module.MANY, 50])
+@pytest.mark.parametrize("many", [module.LARGE_VOCABULARY, 50])
 def test_the_divergence_from_the_teacher_falls(tiny_marian, without, batch, many, monkeypatch):
-    monkeypatch.setattr(module, "MANY", many)  # 50: of a third of the positions
+    monkeypatch.setattr(module, "LARGE_VOCABULARY", many)  # 50: of a third of the positions
     monkeypatch.setattr(module, "PASSES", 40)
     monkeypatch.setattr(module, "TOKENS", 64)
     own, student = read(tiny_marian).model, AutoModelForSeq2SeqLM.from_pretrained(without[0])
