@@ -174,14 +174,10 @@ def train(trainer: Trainer, checkpoint: str | None = None) -> TrainOutput:
         check_resume(checkpoint, trainer)
     elif args.should_save:
         remove_checkpoints(args.output_dir)
-    # Evaluation sets its defaults; a classifier generates nothing.
-    generation_config = copy.deepcopy(getattr(trainer.model, "generation_config", None))
     if checkpoint is not None and 0 < args.max_steps <= _load_state(checkpoint).global_step:
         result = take_checkpoint(trainer, checkpoint)
     else:
         result = trainer.train(resume_from_checkpoint=checkpoint)
-    if generation_config is not None:
-        trainer.model.generation_config = generation_config
     trainer.save_model()
     trainer.save_state()
     return result

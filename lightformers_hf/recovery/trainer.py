@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -232,9 +233,16 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
             return super().training_step(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in `Seq2SeqTrainer`, with rounded weights if they are asked for."""
-        with torch.no_grad(), rounded_matrices(self.model, self.quantization) if self.quantization else nullcontext():
-            return super().evaluation_loop(*args, **kwargs)
+        """As in `Seq2SeqTrainer`, with rounded weights if they are asked for; settings of generation stay."""
+        rounded = rounded_matrices(self.model, self.quantization) if self.quantization else nullcontext()
+        settings = self.model.generation_config
+        # Its defaults, such as a length of 20 tokens, are written into the settings that it finds.
+        self.model.generation_config = copy.deepcopy(settings)
+        try:
+            with torch.no_grad(), rounded:
+                return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.model.generation_config = settings
 
     @cached_property
     def evens_products(self) -> bool:

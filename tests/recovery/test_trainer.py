@@ -401,3 +401,12 @@ def test_steps_are_those_of_divided_scores(rank, tiny_marian, build_trainer):
     torch.testing.assert_close(logits[1][0], logits[0][0], atol=1e-5, rtol=0)
     torch.testing.assert_close(logits[1][1], logits[0][1], atol=1e-3, rtol=0)
     assert (logits[0][1] - logits[0][0]).abs().max() > 0.1
+
+
+def test_validation_leaves_settings_of_generation_as_they_are(build_trainer):
+    """Seq2SeqTrainer writes its defaults into them: a length of 20 tokens, which then cut all outputs."""
+    trainer = build_trainer(predict_with_generate=True, generation_max_length=30)
+    trainer.model.generation_config.max_length = None
+    before = trainer.model.generation_config.to_dict()
+    trainer.predict(trainer.eval_dataset)
+    assert trainer.model.generation_config.to_dict() == before
