@@ -1,5 +1,7 @@
 """What a decoder starts from, and whether targets repeat it: compared with transformers' own `generate()`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -14,6 +16,7 @@ from transformers import (
 
 from lightformers_hf.conversion.calibration_text import parallel_batches
 from lightformers_hf.decoding import repeated_start
+from lightformers_hf.engines.shortlist import read_ids
 from lightformers_hf.languages import target_ids
 from lightformers_hf.recovery import TokenizedPool
 
@@ -58,6 +61,8 @@ def test_targets_are_read_as_the_model_writes_them(make, template, forced):
     start = repeated_start(model, tokenizer)
     pool = TokenizedPool(pairs, tokenizer, longest=(20, 20), max_tokens=40, start=start)
     assert [START, *pool.labels[0].tolist()] == read
+    source = SimpleNamespace(model=model, need_tokenizer=lambda: tokenizer)
+    assert [START, *read_ids(source, pairs["target"], is_target=True)[0]] == read
 
 
 def test_a_model_that_learned_to_repeat_its_start_is_asked(make):

@@ -33,6 +33,7 @@ from ..languages import add_prefix, find_prefixes
 from ..loading import generate_tokens, position_limit
 from ..options import OptionError
 from ..text import tokenize_pairs
+from ..vocabularies import read_vocabularies
 from .options import CompressionOptions, StudyOptions
 from .sensitivity import Batch, cut_batches, join_batches
 from .workers import AT_ONCE, Step, cast_weights, fast_products, map_in_threads
@@ -339,5 +340,11 @@ def _unigram_scores(tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | No
 
 
 def _decoded(drawn: list[list[int]], tokenizer: PreTrainedTokenizerBase, prefixes: Sequence[str]) -> list[str]:
-    """The texts of ids, with prefixes in turn."""
-    return [prefix + text for prefix, text in zip(cycle(prefixes), tokenizer.batch_decode(drawn), strict=False)]
+    """The texts of a source's ids, with prefixes in turn."""
+    sides = read_vocabularies(tokenizer)
+    if "target" in sides:  # by which a tokenizer of two vocabularies decodes
+        names = {number: token for token, number in sides["source"].items()}
+        texts = [tokenizer.spm_source.decode_pieces([names[token] for token in some]) for some in drawn]
+    else:
+        texts = tokenizer.batch_decode(drawn)
+    return [prefix + text for prefix, text in zip(cycle(prefixes), texts, strict=False)]

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from sacrebleu import CHRF
 
+from ..decoding import repeated_start
 from ..files import read_json
-from ..languages import add_prefix, put_prefix, split_prefix
+from ..languages import add_prefix, put_prefix, split_prefix, target_ids
 from ..loading import position_limit, printable_name
 from ..options import OptionError
 from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
@@ -313,9 +314,11 @@ def read_pairs(
 def read_ids(source: Teacher, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
     """The tokens of sentences, at most `LONGEST` of each. Raises `ValueError` where the tokenizer does not fit."""
     limit = min(position_limit(source.model.config) or LONGEST, LONGEST)
-    side = "text_target" if is_target else "text"
     tokenizer = source.need_tokenizer()
-    ids = tokenizer(**{side: texts}, truncation=True, max_length=limit)["input_ids"]
+    if is_target:
+        ids = target_ids(texts, tokenizer, limit, repeated_start(source.model, tokenizer))
+    else:
+        ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
     check_known(ids, tokenizer)
     return ids
 

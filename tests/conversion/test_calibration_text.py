@@ -2,10 +2,12 @@
 
 import json
 import threading
+from itertools import chain
 from statistics import fmean
 
 import pytest
 import torch
+from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import AutoConfig, AutoTokenizer
 
 from lightformers_hf.checkpoints.teacher import read
@@ -14,6 +16,7 @@ from lightformers_hf.conversion.calibration_text import (
     draw_pairs,
     mean_tokens,
     random_sources,
+    random_texts,
     sample_pairs,
     synthetic_batches,
     translated_batches,
@@ -46,6 +49,16 @@ def test_random_sources_of_every_family_have_no_special_tokens(family):
     config = AutoConfig.for_model(family, vocab_size=9, pad_token_id=1, eos_token_id=2)
     found = {token for source in random_sources(None, config, 8, 0, name="teacher") for token in source}
     assert {3, 4, 5, 6, 7, 8} <= found <= set(range(9)) - {1, 2}
+
+
+def test_random_texts_of_a_source_vocabulary_of_its_own_hold_its_tokens(tmp_path):
+    make_checkpoint("marian_apart", tmp_path / "apart")
+    own = read(tmp_path / "apart")
+    sources = random_sources(own.tokenizer, own.config, 40, 0, name="apart")
+    texts = random_texts(own.tokenizer, own.config, (None, None), 40, 0, name="apart")
+    drawn, read_again = (set(chain(*ids)) for ids in (sources, own.tokenizer(texts).input_ids))
+    assert own.tokenizer.unk_token_id not in read_again
+    assert len(read_again & drawn) > len(drawn) / 2  # two pieces may be one for the tokenizer
 
 
 def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian, teacher, text, monkeypatch):
