@@ -247,8 +247,10 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
 def target_ids(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int, start: int | None
 ) -> list[list[int]]:
-    """Ids of targets, cut to the longest, without the token `start` in front."""
+    """Ids of targets as a decoder writes them: cut to the longest, without the token `start` in front."""
     ids = tokenizer(text_target=texts, max_length=longest, truncation=True)["input_ids"]
+    if getattr(tokenizer, "legacy_behaviour", False):  # of NLLB: the language stands behind the text
+        ids = [[*some[-1:], *some[:-1]] for some in ids]
     return [some[1:] if some[:1] == [start] else some for some in ids]
 
 

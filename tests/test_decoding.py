@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conversion.vocabulary.checkpoints import make_checkpoint
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -11,13 +12,14 @@ from transformers import (
     BartForConditionalGeneration,
     MarianMTModel,
     MarianTokenizer,
+    NllbTokenizer,
     PreTrainedTokenizerFast,
 )
 
 from lightformers_hf.conversion.calibration_text import parallel_batches
 from lightformers_hf.decoding import repeated_start
 from lightformers_hf.engines.shortlist import read_ids
-from lightformers_hf.languages import target_ids
+from lightformers_hf.languages import first_token, target_ids
 from lightformers_hf.recovery import TokenizedPool
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghij"]
@@ -75,6 +77,19 @@ def test_a_model_that_learned_to_repeat_its_start_is_asked(make):
 def test_a_target_without_tokens_loses_none(make):
     _, tokenizer = make("$A")
     assert target_ids(["", "a"], tokenizer, 9, START) == [[], [WORDS.index("a")]]
+
+
+def test_targets_begin_with_the_language_where_a_tokenizer_puts_it_behind_them(tmp_path):
+    model, folder = make_checkpoint("nllb", tmp_path / "nllb"), tmp_path / "legacy"
+    names = {"src_lang": "deu_Latn", "tgt_lang": "eng_Latn"}
+    tokenizer = NllbTokenizer.from_pretrained(tmp_path / "nllb", legacy_behaviour=True, **names)
+    source = tokenizer("ein Hund", return_tensors="pt")["input_ids"]
+    written = model.generate(source, num_beams=1, **first_token(tokenizer))[0].tolist()
+    start = model.config.decoder_start_token_id
+    (read,) = target_ids(["a dog"], tokenizer, 20, repeated_start(model, tokenizer))
+    assert [start, read[0]] == written[:2]
+    assert tokenizer.decode(read, skip_special_tokens=True) == "a dog"
+    assert read[-1] == tokenizer.eos_token_id
 
 
 def test_an_end_alone_is_no_start(tiny_marian):
