@@ -80,7 +80,7 @@ def test_a_target_without_tokens_loses_none(make):
 
 
 def test_targets_begin_with_the_language_where_a_tokenizer_puts_it_behind_them(tmp_path):
-    model, folder = make_checkpoint("nllb", tmp_path / "nllb"), tmp_path / "legacy"
+    model = make_checkpoint("nllb", tmp_path / "nllb")
     names = {"src_lang": "deu_Latn", "tgt_lang": "eng_Latn"}
     tokenizer = NllbTokenizer.from_pretrained(tmp_path / "nllb", legacy_behaviour=True, **names)
     source = tokenizer("ein Hund", return_tensors="pt")["input_ids"]

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conversion.teachers import COMMON, batch
+from conversion.vocabulary.checkpoints import make_checkpoint
 from models.cases import TINY
 from safetensors.torch import load_file, save_file
 from tiny import sizes
@@ -159,3 +160,15 @@ def test_generation_settings_that_only_config_json_has_stay(tmp_path):
     for name in [*said, "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id"]:
         own, light = (getattr(model.generation_config, name) for model in models)
         assert light == own, name
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_what_pipelines_put_before_a_text_stays(family, tmp_path):
+    """A BART for summaries has a space there, fine-tuned T5 the name of their task."""
+    make_checkpoint(family, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "config.json"
+    fields = {"prefix": "say it: ", "task_specific_params": {"summarization": {"num_beams": 3}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    convert(tmp_path / "teacher", tmp_path / "light", pattern={".*": "dense"}, progress=False)
+    kept = json.loads((tmp_path / "light" / "config.json").read_text())
+    assert {name: kept[name] for name in fields} == fields

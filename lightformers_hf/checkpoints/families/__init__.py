@@ -30,6 +30,7 @@ SHARED_FIELDS = (
     "tie_word_embeddings use_cache pad_token_id bos_token_id eos_token_id decoder_start_token_id "
     "forced_eos_token_id"
 ).split()
+TASK_FIELDS = ("prefix", "task_specific_params")  # what a pipeline puts before its texts, and its settings of tasks
 STACKS = ("encoder", "decoder")
 SHARED = "model.shared.weight"  # the token table of both stacks
 POSITION_TABLES = r"model\.(encoder|decoder)\.embed_positions\.weights?"
@@ -49,7 +50,8 @@ class Family:
     @classmethod
     def own_config(cls, config: PreTrainedConfig) -> FactorizedConfig:
         """Return the configuration of this package that computes the same as the source: dense and unshared."""
-        shared = {name: getattr(config, name) for name in SHARED_FIELDS if hasattr(config, name)}
+        names = (*SHARED_FIELDS, *TASK_FIELDS)
+        shared = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return LightFormerConfig(**shared, **cls.fields, dtype=config.dtype)
 
     @classmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...models.configuration_lightformer import LightFormerConfig
-from . import Family, register_family
+from . import TASK_FIELDS, Family, register_family
 
 # T5's name of a part of a layer → this package's.
 PARTS = {"SelfAttention": "self_attn", "EncDecAttention": "encoder_attn"}
@@ -45,7 +45,7 @@ class T5(Family):
     def own_config(cls, config: PreTrainedConfig) -> LightFormerConfig:
         dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout_rate)
         start = getattr(config, "decoder_start_token_id", None)
-        tasks = {name: getattr(config, name) for name in ("task_specific_params",) if hasattr(config, name)}
+        tasks = {name: getattr(config, name) for name in TASK_FIELDS if hasattr(config, name)}
         return LightFormerConfig(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
