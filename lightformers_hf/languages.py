@@ -189,7 +189,7 @@ def set_language_codes(
     Raises:
         ValueError: one code alone, an unknown code, or one for a tokenizer without codes.
     """
-    from .models.pipelines import find_unsupported, language_tokens  # needs libraries
+    from .models.pipelines import find_unsupported, first_token, language_tokens  # needs libraries
 
     if not (source or target):
         return None
@@ -227,21 +227,7 @@ def set_language_codes(
         if fault := find_unsupported(code, tokenizer):
             raise OptionError(name, f"{fault} (where the data's column has another name, COLUMN=CODE)")
     tokenizer.src_lang, tokenizer.tgt_lang = codes["source_lang"], codes["target_lang"]
-    return first_token(tokenizer)
-
-
-def first_token(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Options of `generate()` by which a translation begins in the target language of a multilingual tokenizer.
-
-    The tokenizer's format decides. A code behind the end token (mBART-25) is the token that decoding starts from. A
-    code before the text (mBART-50, NLLB, M2M100) is the first token that is generated.
-    """
-    token = getattr(tokenizer, "lang_code_to_token", {}).get(tokenizer.tgt_lang, tokenizer.tgt_lang)
-    number = tokenizer.convert_tokens_to_ids(token)
-    is_behind = not getattr(tokenizer, "prefix_tokens", True) and not getattr(tokenizer, "legacy_behaviour", False)
-    if is_behind:
-        return {"decoder_start_token_id": number, "forced_bos_token_id": None}
-    return {"forced_bos_token_id": number}
+    return first_token(tokenizer, tokenizer.tgt_lang)
 
 
 def target_ids(

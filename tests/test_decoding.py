@@ -19,7 +19,8 @@ from transformers import (
 from lightformers_hf.conversion.calibration_text import parallel_batches
 from lightformers_hf.decoding import repeated_start
 from lightformers_hf.engines.shortlist import read_ids
-from lightformers_hf.languages import first_token, target_ids
+from lightformers_hf.languages import target_ids
+from lightformers_hf.models.pipelines import first_token
 from lightformers_hf.recovery import TokenizedPool
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghij"]
@@ -84,7 +85,7 @@ def test_targets_begin_with_the_language_where_a_tokenizer_puts_it_behind_them(t
     names = {"src_lang": "deu_Latn", "tgt_lang": "eng_Latn"}
     tokenizer = NllbTokenizer.from_pretrained(tmp_path / "nllb", legacy_behaviour=True, **names)
     source = tokenizer("ein Hund", return_tensors="pt")["input_ids"]
-    written = model.generate(source, num_beams=1, **first_token(tokenizer))[0].tolist()
+    written = model.generate(source, num_beams=1, **first_token(tokenizer, tokenizer.tgt_lang))[0].tolist()
     start = model.config.decoder_start_token_id
     (read,) = target_ids(["a dog"], tokenizer, 20, repeated_start(model, tokenizer))
     assert [start, read[0]] == written[:2]

@@ -423,7 +423,7 @@ def tell_languages(
 
 
 def check_first_token(engine: Engine, first: Mapping[str, int | None] | None, target: str | None) -> None:
-    """Raise `ValueError` where an engine's translations do not begin as of `languages.first_token`."""
+    """Raise `ValueError` where an engine's translations do not begin as of `pipelines.first_token`."""
     own = {"forced_bos_token_id": engine.search.forced_start, "decoder_start_token_id": engine.search.start}
     if first and any(own[name] != number for name, number in first.items()):
         name = engine.folder or "the model"

@@ -1,8 +1,9 @@
 """The pipelines `translation`, `summarization` and `text2text-generation` of transformers 4; the sentences of texts.
 
 Version 5 of transformers removed these pipelines. Arguments, keys and results are those of version 4.57, except that
-translations are made sentence by sentence and that a list is translated in batches of similar lengths. This file
-travels with a checkpoint, for `pipeline("translation", model=..., trust_remote_code=True)`.
+translations are made sentence by sentence, that a list is translated in batches of similar lengths, and that mBART-25
+reads the target language once. This file travels with a checkpoint, for `pipeline("translation", model=...,
+trust_remote_code=True)`.
 """
 
 import difflib
@@ -197,6 +198,19 @@ def find_unsupported(code: str, tokenizer: PreTrainedTokenizerBase) -> str:
         return ""
     near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]] or known[-5:]
     return f" is {code!r}, which {tokenizer.name_or_path} does not support; there is {' or '.join(near[:5])}"
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase, code: str) -> dict[str, int | None]:
+    """Options of `generate()` by which a translation begins in the language of a code that the tokenizer has.
+
+    The tokenizer's format decides. A code behind the end token (mBART-25) is the token that decoding starts from. A
+    code before the text (mBART-50, NLLB, M2M100) is the first token that is generated.
+    """
+    number = tokenizer.convert_tokens_to_ids(language_tokens(tokenizer)[code])
+    is_behind = not getattr(tokenizer, "prefix_tokens", True) and not getattr(tokenizer, "legacy_behaviour", False)
+    if is_behind:
+        return {"decoder_start_token_id": number, "forced_bos_token_id": None}
+    return {"forced_bos_token_id": number}
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,9 +434,9 @@ class Text2TextGenerationPipeline(Pipeline):
         search, options = self.model.search, dict(given)
         if (most := options.pop("max_length", None)) is not None:
             options.setdefault("max_new_tokens", most - 1)
-        first = options.pop("forced_bos_token_id", search.forced_start)
-        if first != search.forced_start:
-            raise ValueError("the model was exported for another target language than tgt_lang: give its checkpoint")
+        for name, own in (("forced_bos_token_id", search.forced_start), ("decoder_start_token_id", search.start)):
+            if options.pop(name, own) != own:
+                raise ValueError("the model was exported for another language than tgt_lang: give its checkpoint")
         fixed = {"num_return_sequences": 1, "do_sample": False}
         others = [name for name, value in options.items() if fixed.get(name, ...) != value]
         if unknown := sorted({*others} - {"num_beams", "max_new_tokens"}):
@@ -533,8 +547,9 @@ class TranslationPipeline(Text2TextGenerationPipeline):
             found, _ = super().preprocess(inputs, truncation, split)
         finally:
             tokenizer.src_lang = before
-        first = configured if target is None else tokenizer.convert_tokens_to_ids(tokens[target])
-        return found, {"forced_bos_token_id": first}
+        if target is None:
+            return found, {"forced_bos_token_id": configured}
+        return found, first_token(tokenizer, target)
 
 
 PIPELINES = {

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGeneration
+from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGeneration, pipeline
 
 from lightformers_hf import convert, translate
 from lightformers_hf.engines import export, load_engine
@@ -215,17 +215,21 @@ def test_decoding_starts_from_a_code_that_stands_behind_the_targets(tiny_mbart25
         **tokenizer(text, return_tensors="pt"), decoder_start_token_id=first, max_length=None, **options
     )
     wanted = [tokenizer.decode(ids[0], skip_special_tokens=True)]
+    folder = tmp_path / made
     if made == "model":
-        assert translate([text], tiny_mbart25, source_lang="de_DE", target_lang="fr_XX", **options) == wanted
-        assert translate([text], tiny_mbart25, source_lang="de_DE", target_lang="en_XX", **options) != wanted
-        return
-    if made == "light":
+        folder = tiny_mbart25
+        assert translate([text], folder, source_lang="de_DE", target_lang="fr_XX", **options) == wanted
+        assert translate([text], folder, source_lang="de_DE", target_lang="en_XX", **options) != wanted
+    elif made == "light":
         convert(tiny_mbart25, tmp_path / made, pattern={".*": "dense"}, progress=False, **CODES)
         model, _ = load_model(tmp_path / made)
         assert (model.config.decoder_start_token_id, first_token(model)) == (first, None)
     else:
         export(tiny_mbart25, tmp_path / made, to=made, quantization="float32", **CODES)
-    assert translate([text], tmp_path / made, **options) == wanted
+    if made != "model":
+        assert translate([text], folder, **options) == wanted
+    pipe = pipeline("translation", model=str(folder), src_lang="de_DE", tgt_lang="fr_XX")
+    assert pipe(text, **options) == [{"translation_text": wanted[0]}]
 
 
 def test_codes_that_are_no_tokens(tmp_path):
