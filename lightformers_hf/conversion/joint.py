@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +66,13 @@ def fit_jointly(
         states = list(map_in_threads(look, halves, teacher.device, AT_ONCE))
         for first in Step("fitting all", order, unit="step"):
             pair = range(first, min(first + 2, len(halves)))
-            gradients = zip(*map_in_threads(differentiate, pair, student.device, 2), strict=True)
+            optimizer.zero_grad()  # before others of their size are made
+            for gradients in map_in_threads(differentiate, pair, student.device, 2):
+                for parameter, part in zip(parameters, gradients, strict=True):
+                    parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
             count = sum(len(states[index]) for index in pair)
-            for parameter, parts in zip(parameters, gradients, strict=True):
-                parameter.grad = sum(parts) / count
+            for parameter in parameters:
+                cast(Tensor, parameter.grad).div_(count)
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             optimizer.step()
             rates.step()
