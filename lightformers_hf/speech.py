@@ -9,8 +9,9 @@ import io
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ LANGUAGE, NO_TIMES = "<|{}|>", "<|notimestamps|>"
 class Sound:
     """Sound that is not decoded yet, and its transcript, if there is one."""
 
-    name: str
+    name: str  # no other sound of the same data has it
     content: Path | bytes
     text: str | None = None
 
@@ -115,7 +116,12 @@ def find_sounds(data: str, *, column: str | None = None, split: str = "train") -
         rows = rows.cast_column(names[0], type(rows.features[names[0]])(decode=False))
     folder = path.parent if is_file_name(data) else Path()
     texts = rows[column] if column else [None] * len(rows)
-    return [_sound(value, text, folder, data) for value, text in zip(rows[names[0]], texts, strict=True)]
+    sounds = [_sound(value, text, folder, data) for value, text in zip(rows[names[0]], texts, strict=True)]
+    counts = Counter(sound.name for sound in sounds)  # sounds made of arrays have none, and folders equal ones
+    return [
+        sound if counts[sound.name] == 1 else replace(sound, name=f"{sound.name} (row {row})")
+        for row, sound in enumerate(sounds, 1)
+    ]
 
 
 def _sound(value: Any, text: Any, folder: Path, data: str) -> Sound:

@@ -46,6 +46,7 @@ def test_layouts_hold_the_same_sounds(tmp_path):
     places = [folder, folder / "metadata.jsonl", table, tmp_path / "data.parquet", bare, bare / "000.flac"]
     for place, number in zip(places, [3, 3, 3, 3, 3, 1], strict=True):
         found = find_sounds(str(place))
+        assert len({one.name for one in found}) == number  # by which a recovery knows them
         assert [one.text for one in found] == ([None] * number if "bare" in str(place) else sentences)
         for one, text in zip(found, sentences, strict=False):
             np.testing.assert_allclose(one.read(), sound(text), atol=1e-4)

@@ -262,9 +262,19 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
         """As in `Seq2SeqTrainer`; on a CPU in float32, in which a few tokens at a time take half as long."""
         with without_autocast(self.model) if self.casts_on_cpu else nullcontext(), without_plans():
             # Greedy or beam search, and every argument of the caller, as the first gives up those of `evaluate()`.
-            searched = search_options(self.model.generation_config) if self.args.predict_with_generate else {}
+            searched: dict[str, Any] = {}
+            if self.args.predict_with_generate:
+                searched = search_options(self.model.generation_config) | self._languages(*args)
             kwargs = (getattr(self, "_gen_kwargs", {}) | searched if searched else {}) | kwargs
             return super().prediction_step(model, *args, **kwargs)
+
+    def _languages(self, inputs: dict[str, torch.Tensor], *_: Any) -> dict[str, list[str]]:
+        """The languages of the sounds of a batch, which stand behind the start token of their decoder inputs."""
+        config = self.model.generation_config
+        if "input_features" not in inputs or not getattr(config, "is_multilingual", False):
+            return {}
+        names = {number: name for name, number in config.lang_to_id.items()}
+        return {"language": [names[number] for number in inputs["decoder_input_ids"][:, 1].tolist()]}
 
     def compute_loss(
         self,

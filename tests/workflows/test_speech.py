@@ -4,6 +4,7 @@ import pytest
 from datasets import Audio, Dataset
 from speech import train_whisper, write_speech
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from lightformers_hf import compress, convert, evaluate, recover
 from lightformers_hf.files import read_json
@@ -47,6 +48,18 @@ def test_it_recovers(data, root, tmp_path):
     assert error_rate(tmp_path / "out", root) < error_rate(root / "far", root)
     assert AutoProcessor.from_pretrained(tmp_path / "out").feature_extractor.chunk_length == 2
     assert AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "out").generation_config.is_multilingual
+
+
+def test_its_validation_is_in_the_language_that_is_given(root, tmp_path, monkeypatch):
+    """Detection may fail: of a model that lost much, and between languages that sound alike."""
+    heard, generate = [], WhisperGenerationMixin.generate
+    monkeypatch.setattr(
+        WhisperGenerationMixin, "generate", lambda *a, **k: heard.append(k.get("language")) or generate(*a, **k)
+    )
+    options = {"teacher": root / "whisper", "data": str(root / "with"), "minutes": 0.02, "progress": False}
+    recover(root / "near", tmp_path / "out", **options, validation=str(root / "test"), source_lang="de")
+    assert heard
+    assert all(set(languages) == {"<|de|>"} for languages in heard)
 
 
 def test_it_resumes_with_the_same_transcripts(root, tmp_path, monkeypatch):
