@@ -394,9 +394,9 @@ class EnginesArguments:
     forms: Annotated[
         Sequence[str] | None,
         Help(
-            f"{', '.join(deployment_names()[:-1])} or {deployment_names()[-1]}. Repeatable. Default: all.",
+            f"{', '.join(deployment_names())}, or with another type of numbers, such as onnx-int4. "
+            "Repeatable. Default: all named here.",
             name="--engine",
-            values=tuple(deployment_names()),
         ),
     ] = None
     cores: Annotated[
@@ -424,6 +424,7 @@ class EnginesArguments:
     shortlist: Annotated[
         str | None, Help("Text, as for export: adds every engine with a shortlist made from it.", kind="data")
     ] = None
+    calibration: Annotated[str | None, Help("Text, as for export, by which int4 rounds.", kind="data")] = None
     source: SourceLang = None
     target: TargetLang = None
     max_samples: MaxSamples = None

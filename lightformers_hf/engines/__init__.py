@@ -102,11 +102,14 @@ def deployment_names() -> list[str]:
 
 
 def split_deployment(name: str) -> tuple[str, str | None]:
-    """Engine and quantization of one of those: `onnx-int8` → `onnx`, `int8`. Raises `ValueError` for another name."""
-    if name not in deployment_names():
-        raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(deployment_names())}")
+    """Engine and quantization of one of those, or of another type of numbers: `onnx-int4` → `onnx`, `int4`.
+
+    Raises `ValueError` for another name.
+    """
     engine, _, quantization = name.partition("-")
-    return engine, quantization or None
+    if name in deployment_names() or (engine in ENGINES and quantization in load_engine_file(engine).QUANTIZATIONS):
+        return engine, quantization or None
+    raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(deployment_names())}, or onnx-int4")
 
 
 def check_engine_name(name: str) -> None:

@@ -199,7 +199,7 @@ def compare_engines(call: EnginesArguments) -> EngineComparison:
     with tempfile.TemporaryDirectory() as work, tqdm(total=steps, disable=not call.progress, unit="step") as bar:
         if not is_speech and any(languages):
             names = _tell_languages(names, call.source, call.target, Path(work))
-        to = (Path(work), (call.shortlist, *languages), bar)
+        to = (Path(work), (call.shortlist, call.calibration, *languages), bar)
         deployed = [_deploy(label, names[label], form, *to) for label in names for form in forms]
         numbers = (call.new_tokens, sentences)
         comparison = EngineComparison(list(names), deployed, [], *numbers, data, reads_sound=is_speech)
@@ -327,18 +327,23 @@ def _tell_languages(names: dict[str, str], source: str | None, target: str | Non
     return names | copies
 
 
-def _deploy(
-    label: str, name: str, form: str, work: Path, text: tuple[str | None, str | None, str | None], bar: tqdm
-) -> Deployed:
-    """A model in one form, exported below `work`, if it is not the checkpoint; `text`: a shortlist's, its columns."""
+def _deploy(label: str, name: str, form: str, work: Path, texts: tuple[str | None, ...], bar: tqdm) -> Deployed:
+    """A model in one form, exported below `work`, if it is not the checkpoint.
+
+    `texts` are those of a shortlist and of int4, and their two columns.
+    """
     bar.set_description(f"deploy {label} {form}")
     engine, quantization = split_deployment(form.removesuffix(SHORTLISTED))
     if engine == CHECKPOINTS:
         deployed = Deployed(label, form, name, weight_bytes(name))
     else:
         folder = work / label.replace(os.sep, "--") / form
-        listed, source, target = text if form.endswith(SHORTLISTED) else (None, None, None)
-        options: dict[str, Any] = {"shortlist": listed, "source_lang": source, "target_lang": target}
+        shortlist, calibration, *columns = texts
+        options: dict[str, Any] = {"shortlist": shortlist} if form.endswith(SHORTLISTED) else {}
+        if quantization == "int4":
+            options["calibration"] = calibration
+        if any(options.values()):
+            options |= dict(zip(("source_lang", "target_lang"), columns, strict=True))
         report = export(name, folder, to=engine, quantization=quantization or "float32", **options)
         deployed = Deployed(label, form, str(folder), report.weight_bytes)
     bar.update()

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..arguments import CompressArguments
 from ..conversion.options import CompressionOptions
 from ..corpus import Corpus
-from ..engines import CHECKPOINTS, deployment_names, export, load_engine_file
+from ..engines import CHECKPOINTS, export, load_engine_file
 from ..engines.layers import read_source
 from ..engines.write import check_engine, expands_low_rank
 from ..evaluation.comparison import EngineComparison, compare_engines
@@ -277,23 +277,27 @@ class Work:
 
     def deploy(self) -> None:
         """Export it."""
-        texts: dict[str, Any] = {"shortlist": self.shortlist} if self.shortlist else {}
-        if self.call.quantization == "int4" and not self.reads_sound:
-            texts["calibration"] = self.files.train
-        text: dict[str, Any] = texts | self.sides if texts else {}
+        text: dict[str, Any] = self.texts | self.sides if self.texts else {}
         export(self.light, self.output / "deployed", to=self.call.to, quantization=self.call.quantization, **text)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The text that an export reads, by its option."""
+        rounds = self.call.quantization == "int4" and not self.reads_sound
+        texts = {"shortlist": self.shortlist, "calibration": self.files.train if rounds else None}
+        return {name: str(text) for name, text in texts.items() if text}
 
     def compare(self) -> None:
         """Measure both models, as they are and deployed: speed, size, quality."""
-        deployed = f"{self.call.to}-{self.call.quantization}"
-        forms = [CHECKPOINTS, deployed if deployed in deployment_names() else self.call.to]
+        deployed = self.call.to if self.call.quantization == "float32" else f"{self.call.to}-{self.call.quantization}"
+        forms = [CHECKPOINTS, deployed]
         settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
         source, target = self.columns
         if not self.reads_sound:
-            sides = self.sides if self.shortlist else {}  # an export for a shortlist needs the languages' codes, too
+            sides = self.sides if self.texts else {}  # an export that reads text needs the languages' codes, too
             named = (sides.get("source_lang") or source, sides.get("target_lang") or target)
             source, target = find_columns(self.light, *named)  # which keeps a prefix that was given
-        settings |= self.measured | {"source": source, "target": target, "shortlist": self.shortlist}
+        settings |= self.measured | {"source": source, "target": target} | self.texts
         found = compare_engines(self.teacher, [self.light], forms=forms, data=self.files.test, **settings)
         write_json(found.to_dict(), self.output / "engines.json")
 

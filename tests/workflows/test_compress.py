@@ -10,6 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf.arguments import CompressArguments
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.engines import load_engine
+from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.files import read_json
 from lightformers_hf.workflows.compress import Work, choose_method, compress
 
@@ -184,6 +185,17 @@ def test_the_recovery_knows_the_rounding_to_4_bits(tiny_marian, asked, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         compress(tiny_marian, tmp_path / "small", **asked, to="onnx", quantization=quantization)
     assert read_json(tmp_path / "small" / "recovered" / "recovery.json")["result"]["quantization"] == trained
+
+
+@pytest.mark.parametrize(("to", "quantization"), [("onnx", "int4"), ("ctranslate2", "float16"), ("onnx", "float32")])
+def test_what_is_compared_is_what_was_deployed(tiny_marian, asked, tmp_path, to, quantization):
+    out = tmp_path / "small"
+    compress(tiny_marian, out, **asked, to=to, quantization=quantization)
+    compared = read_json(out / "engines.json")["deployed"][-1]
+    assert compared["form"] == (to if quantization == "float32" else f"{to}-{quantization}")
+    assert compared["disk_bytes"] == read_json(out / "deployed" / "export.json")["weight_bytes"]
+    found = evaluate(out / "deployed", data=out / "data" / "test.jsonl", speed=False, num_beams=1, progress=False)
+    assert compared["scores"] == pytest.approx({name: found.model.scores[name] for name in compared["scores"]})
 
 
 def test_without_text_a_test_of_pairs_is_all_that_is_needed(tiny_marian, data, tmp_path, monkeypatch):
