@@ -6,13 +6,13 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import yaml
 from huggingface_hub import ModelCard, constants
 
-from ..files import CARD_FILE
+from ..files import CARD_FILE, REPORT_FILE, read_json
 
 logger = logging.getLogger(__name__)
 # A card with this line is written anew by every push.
@@ -25,29 +25,28 @@ def inherited_metadata(folder: Path | None, hub_name: str | None) -> dict[str, s
     """Licence, languages and task that the card of a model names, for the cards of what is made from it.
 
     Args:
-        folder: where the model lies; `None` for a loaded one. Without a card, or with metadata that cannot be read,
-            nothing is inherited.
+        folder: where the model lies; `None` for a loaded one. Without a card, as `recover` leaves it, its report of
+            the conversion has what the teacher's card named. Of metadata that cannot be read nothing is inherited.
         hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
     if folder is None:
         return metadata
+    data: Any = {}
     try:
-        text = (folder / CARD_FILE).read_text(encoding="utf-8")
-        if not text.lstrip().startswith("---"):  # no metadata: nothing to warn of
-            return metadata
-        card = ModelCard(text, ignore_metadata_errors=True)
-    except FileNotFoundError:
-        return metadata
+        if not (folder / CARD_FILE).is_file():
+            data = read_json(folder / REPORT_FILE).get("inherited")
+        elif (text := (folder / CARD_FILE).read_text(encoding="utf-8")).lstrip().startswith("---"):
+            data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
         return metadata
     for name in INHERITED if hub_name else (*INHERITED, "base_model"):
-        value = card.data.get(name)
+        value = data.get(name) if isinstance(data, dict) else None
         values = ["no" if item is False else item for item in (value if isinstance(value, list) else [value])]
         if all(isinstance(item, str) for item in values):  # YAML reads the code of Norwegian as a truth value
-            metadata[name] = values if isinstance(value, list) else values[0]
+            metadata[name] = cast(Any, values if isinstance(value, list) else values[0])
     link = metadata.get("license_link")
     if hub_name and isinstance(link, str) and "://" not in link:  # a file of the source's repository
         metadata["license_link"] = f"{constants.ENDPOINT}/{hub_name}/blob/main/{link}"

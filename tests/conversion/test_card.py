@@ -202,11 +202,15 @@ def test_a_card_that_cannot_be_read_gives_nothing(tmp_path, metadata, caplog):
     assert warned == metadata.startswith(("a", "-"))
 
 
-def test_what_a_source_on_the_hub_adds(source):
+def test_what_a_source_on_the_hub_adds(source, tmp_path):
     metadata = inherited_metadata(source, "org/model")
     assert metadata["base_model"] == "org/model"
     assert metadata["license_link"] == "https://huggingface.co/org/model/blob/main/LICENSE"
     assert inherited_metadata(source / "nowhere", "org/model") == {"base_model": "org/model"}
+    recovered = tmp_path / "recovered"  # without a card, but with the report of the conversion
+    recovered.mkdir()
+    (recovered / "compression.json").write_text(json.dumps({"inherited": metadata}))
+    assert inherited_metadata(recovered, None) == metadata
 
 
 def test_results_of_another_model_are_refused(tmp_path):
