@@ -22,7 +22,6 @@ from .quality import SPEECH, check_metrics, choose_metrics, difference, score, s
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-LONGEST = 128  # tokens of a piece, by default: a model that repeats itself would go on to the end of its positions
 PROMPT = 4  # tokens before a transcript: start, language, task, and no time stamps
 
 
@@ -102,13 +101,16 @@ def transcribe(
     batch_size: int = 8,
     progress: bool = False,
 ) -> list[str]:
-    """Return the transcript of each sound, of any length. The language of a multilingual model is found if `None`."""
+    """Return the transcript of each sound, of any length. The language of a multilingual model is found if `None`.
+
+    A piece has as many tokens as there are positions, if `max_new_tokens` does not limit them.
+    """
     extractor = processor.feature_extractor
     is_multilingual = getattr(model.generation_config, "is_multilingual", False)
     known: dict[str, Any] = {"language": language} if language and is_multilingual else {}
     longest = extractor.chunk_length * RATE
     positions = model.positions if isinstance(model, SpeechEngine) else model.config.max_target_positions
-    most = min(max_new_tokens or LONGEST, positions - PROMPT)
+    most = min(max_new_tokens or positions, positions - PROMPT)
     texts: list[str] = []
     if isinstance(model, SpeechEngine):
         bar = tqdm(sounds, desc="transcribing", unit="sound", disable=not progress)

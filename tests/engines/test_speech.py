@@ -55,6 +55,17 @@ def test_engines_transcribe_as_the_checkpoint_does(engine, form, language, beams
     assert all(same) or (beams > 1 and engine == "ctranslate2" and sum(same) >= 5)  # whose search differs
 
 
+def test_a_transcript_may_fill_all_positions(root, monkeypatch):
+    model, processor = load_speech(root / "dense")
+    asked, generate = [], type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *a, **k: asked.append(k["max_new_tokens"]) or generate(*a, **k)
+    )
+    sounds = find_sounds(str(root / "speech"))[:1]
+    assert transcribe(sounds, model, processor, language="en")[0]
+    assert set(asked) == {model.config.max_target_positions - 4}  # less those of the prompt
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_fewer_bits_change_little(quantization, root, tmp_path):
     for form in FORMS:
