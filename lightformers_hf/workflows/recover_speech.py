@@ -67,6 +67,12 @@ class SoundRun(Run):
         """Whether the teacher makes the transcripts."""
         return any(piece.text is None for piece in self.pieces.values())
 
+    @property
+    def compares_with_teacher(self) -> bool:
+        """Whether most references of the validation are transcripts of the teacher."""
+        texts = [self.pieces[name].text for name in self.held_out["source"]]
+        return 2 * texts.count(None) > len(texts)
+
     @cached_property
     def extractor(self) -> Any:
         return load_processor(self.folder).feature_extractor

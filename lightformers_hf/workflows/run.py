@@ -550,7 +550,8 @@ class Recovery(Result):
         table.add_row("the best was chosen by", labels([self.best_by])[self.best_by])
         table.add_row("parameters", f"{self.parameters:,}, the teacher's / {self.ratio:.1f}")
         if self.quantization:
-            table.add_row("its weights in these scores", f"rounded to {self.quantization}; the written ones are not")
+            written = "as written" if self.best_step else "but written as they were"
+            table.add_row("its weights in these scores", f"rounded to {self.quantization}, {written}")
         best = f"best after {self.best_step:,}" if self.best_step else "none better than it was: more minutes help"
         table.add_row("trained", f"{self.steps:,} steps in {self.minutes:.1f} minutes, {best}")
         if self.translations:

@@ -1,5 +1,8 @@
 """A tiny Whisper learns tones, becomes smaller, recovers from sound with and without transcripts, and is deployed."""
 
+import json
+import shutil
+
 import pytest
 from datasets import Audio, Dataset
 from speech import train_whisper, write_speech
@@ -76,6 +79,15 @@ def test_it_resumes_with_the_same_transcripts(root, tmp_path, monkeypatch):
     monkeypatch.setattr("lightformers_hf.workflows.recover_speech.hear", lambda *_: pytest.fail("transcribed again"))
     assert recover(root / "near", tmp_path / "out", **options).steps >= 1
     assert kept == (read_json(tmp_path / "out/translations.json"), read_json(tmp_path / "out/validation.json"))
+
+
+def test_a_missing_transcript_leaves_the_others_as_references(root, tmp_path):
+    folder = shutil.copytree(root / "with", tmp_path / "some")
+    rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    rows[0]["text"] = ""
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"teacher": root / "whisper", "data": str(folder), "minutes": 0.02, "progress": False}
+    assert not recover(root / "near", tmp_path / "out", **options).with_teacher
 
 
 def test_it_needs_sound(root, tmp_path):
