@@ -277,9 +277,14 @@ def _measure_speed(
     return speed_ratio(speeds["model"], speeds["teacher"]) if "teacher" in speeds else None
 
 
-def warn_of_overlap(model: str, data: str, sources: list[str]) -> None:
+def calibrated_on(model: str | Path) -> set[str]:
+    """Fingerprints of the sentences that a model's conversion was calibrated on."""
+    return set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
+
+
+def warn_of_overlap(model: str | Path, data: str, sources: list[str]) -> None:
     """Warn where sentences to be scored are among those that the conversion was calibrated on."""
-    known = set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
+    known = calibrated_on(model)
     if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {printable_name(model)} was "

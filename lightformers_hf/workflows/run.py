@@ -35,7 +35,7 @@ from ..corpus import Corpus, Pairs
 from ..decoding import repeated_start
 from ..engines import Engine, export, load_engine
 from ..engines.engine import longest_input
-from ..evaluation.evaluate import choose_columns
+from ..evaluation.evaluate import calibrated_on, choose_columns, warn_of_overlap
 from ..evaluation.quality import METRICS, choose_metrics, labels, score, selection_metric
 from ..evaluation.translate import translate
 from ..files import DISTILL_FILE, read_json, write_json
@@ -66,7 +66,7 @@ from ..recovery.runs import (
 )
 from ..results import Result
 from ..rounding import rotate_factors, round_model
-from ..text import cut_texts, load_parallel, tokenize_pairs
+from ..text import cut_texts, fingerprint, load_parallel, tokenize_pairs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -197,10 +197,11 @@ class Run:
     def read_data(self) -> tuple[Corpus, Dataset]:
         """Text to train on, without the sources of the validation, and the validation's pairs.
 
-        The validation is drawn from all text, unless it is given, or an earlier call has drawn it.
+        The validation is drawn from all text, unless it is given, or an earlier call has drawn it. Text that the
+        conversion was calibrated on comes last: by it the model before the training would be better than it is.
         """
-        corpus = self.open_corpus()
-        texts = corpus.sample(HELD_OUT, self.call.seed)
+        corpus, known = self.open_corpus(), calibrated_on(self.folder)
+        texts = corpus.sample(HELD_OUT + len(known), self.call.seed)
         if self.validation:
             held_out = self.read_validation(self.validation)
         elif self.resumes:
@@ -210,7 +211,9 @@ class Run:
             if not size:
                 held = f"{corpus.rows} text{'s' * (corpus.rows != 1)}"
                 raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
-            held_out = texts.select(range(min(size, len(texts))))
+            seen = [fingerprint(text) in known for text in texts["source"][:]]
+            held_out = texts.select(sorted(range(len(texts)), key=seen.__getitem__)[:size])
+            warn_of_overlap(self.folder, self.data or "", held_out["source"][:])
             if not corpus.has_targets:
                 sources = held_out["source"][:]
                 said = translate(

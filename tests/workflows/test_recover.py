@@ -20,6 +20,7 @@ from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
 from lightformers_hf.recovery.runs import FAR, choose_settings, find_distance, list_checkpoints, plan_steps
 from lightformers_hf.rounding import is_rounded
+from lightformers_hf.text import fingerprint
 from lightformers_hf.workflows.recover import Run, recover, start_run
 
 pytestmark = pytest.mark.usefixtures("few_random_texts")
@@ -247,6 +248,21 @@ def test_variables_of_launchers_do_not_matter(place, tiny_marian, tmp_path, monk
     assert "Tokenizing" not in capfd.readouterr().err  # progress is False
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert [random.getstate(), numpy.random.get_state()[1].tolist()] == drawn[1:]
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_the_validation_is_of_text_that_the_conversion_has_not_read(place, tiny_marian, tmp_path, caplog, share):
+    light, data = shutil.copytree(place / "light", tmp_path / "light"), tmp_path / "many.jsonl"
+    rows = [{"de": f"Zwei Hunde spielen {number}.", "en": f"Two dogs play {number}."} for number in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {fingerprint(row["de"]) for row in rows[: int(40 * share)]}
+    report = read_json(light / "compression.json")
+    (light / "compression.json").write_text(json.dumps(report | {"calibrated_on": sorted(known)}))
+    recover(light, tmp_path / "out", **options(place, tiny_marian, data=str(data), source_lang="de", target_lang="en"))
+    drawn = read_json(tmp_path / "out" / "validation.json")["source"]
+    assert len(drawn) == 4
+    assert known.isdisjoint(map(fingerprint, drawn)) == (share < 1)
+    assert ("was calibrated on" in caplog.text) == (share == 1)
 
 
 def test_of_text_of_one_language_the_teacher_makes_pairs(place, tiny_marian, tmp_path):
