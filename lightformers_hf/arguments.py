@@ -397,6 +397,7 @@ class EnginesArguments:
             f"{', '.join(deployment_names())}, or with another type of numbers, such as onnx-int4. "
             "Repeatable. Default: all named here.",
             name="--engine",
+            values=tuple(deployment_names()),
         ),
     ] = None
     cores: Annotated[
