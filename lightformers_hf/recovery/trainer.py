@@ -269,12 +269,13 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
             return super().prediction_step(model, *args, **kwargs)
 
     def _languages(self, inputs: dict[str, torch.Tensor], *_: Any) -> dict[str, list[str]]:
-        """The languages of the sounds of a batch, which stand behind the start token of their decoder inputs."""
-        config = self.model.generation_config
-        if "input_features" not in inputs or not getattr(config, "is_multilingual", False):
+        """The languages of the sounds of a batch, if they stand behind the start token of their decoder inputs."""
+        known = getattr(self.model.generation_config, "lang_to_id", None) or {}
+        names = {number: name for name, number in known.items()}
+        if not {"input_features", "decoder_input_ids"} <= inputs.keys():
             return {}
-        names = {number: name for name, number in config.lang_to_id.items()}
-        return {"language": [names[number] for number in inputs["decoder_input_ids"][:, 1].tolist()]}
+        second = inputs["decoder_input_ids"][:, 1].tolist()
+        return {"language": [names[number] for number in second]} if names.keys() >= set(second) else {}
 
     def compute_loss(
         self,
