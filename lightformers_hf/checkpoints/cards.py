@@ -30,17 +30,19 @@ def inherited_metadata(folder: Path | None, hub_name: str | None) -> dict[str, s
         hub_name: the model's name on the Hub, which becomes `base_model`; `None` for a folder, which leaves its own.
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
-    if folder is None:
+    files = (folder / CARD_FILE, folder / REPORT_FILE) if folder else ()
+    file = next((one for one in files if one.is_file()), None)
+    if file is None:
         return metadata
     data: Any = {}
     try:
-        if not (folder / CARD_FILE).is_file():
-            data = read_json(folder / REPORT_FILE).get("inherited")
-        elif (text := (folder / CARD_FILE).read_text(encoding="utf-8")).lstrip().startswith("---"):
+        if file.name == REPORT_FILE:
+            data = read_json(file).get("inherited")
+        elif (text := file.read_text(encoding="utf-8")).lstrip().startswith("---"):
             data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
-        logger.warning(f"The metadata of {folder / CARD_FILE} cannot be read, so nothing is inherited: {reason}")
+        logger.warning(f"The metadata of {file} cannot be read, so nothing is inherited: {reason}")
         return metadata
     for name in INHERITED if hub_name else (*INHERITED, "base_model"):
         value = data.get(name) if isinstance(data, dict) else None

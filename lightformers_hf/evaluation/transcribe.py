@@ -103,7 +103,7 @@ def transcribe(
 ) -> list[str]:
     """Return the transcript of each sound, of any length. The language of a multilingual model is found if `None`.
 
-    A piece has as many tokens as there are positions, if `max_new_tokens` does not limit them.
+    A transcript has at most `max_new_tokens`, and at most as many tokens as the decoder has positions.
     """
     extractor = processor.feature_extractor
     is_multilingual = getattr(model.generation_config, "is_multilingual", False)
