@@ -346,7 +346,7 @@ class CTranslate2Model:
     def generate_scored(self, batch: list[list[int]], search: Search) -> list[tuple[list[int], float]]:
         """As `Engine.generate_scored`, less the last value."""
         sources = [[self._source[token] for token in sentence] for sentence in batch]
-        most, ends = search.max_new_tokens, [self._target[token] for token in search.ends]
+        most, ends = search.limit, [self._target[token] for token in search.ends]
         prefix = None if search.forced_start is None else [[self._target[search.forced_start]]] * len(batch)
         results = self.translator.translate_batch(
             sources,
@@ -358,7 +358,7 @@ class CTranslate2Model:
             return_end_token=True,
             max_input_length=0,
             max_decoding_length=most,
-            min_decoding_length=search.min_new_tokens if ends else most,
+            min_decoding_length=min(search.min_new_tokens, most) if ends else most,
             use_vmap=self.use_shortlist,
             return_scores=True,
         )

@@ -277,7 +277,7 @@ def translate_texts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     batch_size: int = 32,
-    prefix: str = "",
+    prefix: str | None = None,
     split: bool | None = None,
     progress: bool | tqdm = False,
     check: bool = True,
@@ -291,10 +291,11 @@ def translate_texts(
     check_strategies(generation, sample_seed)
     if sample_seed is not None and not isinstance(model, torch.nn.Module):
         raise ValueError("sample_seed is given, but exported models do not sample: give the checkpoint")
-    prefix = prefix or (model.prefix if isinstance(model, Engine) else "")
+    own = model.prefix if isinstance(model, Engine) else ""
     if source_lang or target_lang:
-        tokenizer, prefix, first = tell_languages(model, tokenizer, source_lang, target_lang, prefix)
+        tokenizer, own, first = tell_languages(model, tokenizer, source_lang, target_lang, own)
         generation = first | generation
+    prefix = own if prefix is None else prefix
     if batch_size < 1:
         raise OptionError("batch_size", f" is {batch_size}: expected 1 or more.")
     limit, split = longest_input(model, tokenizer), is_translator(tokenizer, prefix) if split is None else split

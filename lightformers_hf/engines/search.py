@@ -21,7 +21,8 @@ NEVER = np.float32(-1e9)
 UNSUPPORTED: dict[str, float | None] = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
 UNSUPPORTED |= {"encoder_no_repeat_ngram_size": 0, "num_return_sequences": 1}
 UNSUPPORTED |= dict.fromkeys(
-    "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale".split()
+    "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale stop_strings max_time "
+    "watermarking_config".split()
 )
 
 

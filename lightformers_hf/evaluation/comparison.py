@@ -263,7 +263,8 @@ def _measure_quality(
 
 def _translate(folder: str, checkpoint: str, sources: list[str], *, threads: int, num_beams: int) -> list[str]:
     tokenizer = load_pretrained(AutoTokenizer, checkpoint)
-    return translate(sources, load_engine(folder, threads=threads), tokenizer, num_beams=num_beams, split=False)
+    engine = load_engine(folder, threads=threads)
+    return translate(sources, engine, tokenizer, num_beams=num_beams, prefix="", split=False)
 
 
 def _transcribe(

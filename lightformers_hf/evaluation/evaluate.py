@@ -196,7 +196,7 @@ def evaluate_text(
     metrics = choose_metrics(call.metrics, sources, references)
     warn_of_overlap(light, data, sources)
     options: dict[str, Any] = {"batch_size": call.batch_size, "progress": call.progress} | generation
-    outputs = {role: translate(sources, *loaded[role], split=False, **options) for role in names}
+    outputs = {role: translate(sources, *loaded[role], prefix="", split=False, **options) for role in names}
     language, measured = language_code(target, loaded["model"][1]), {}
     for role, name in names.items():
         scores = score(outputs[role], references, metrics, language=language)

@@ -63,7 +63,7 @@ def translate(
     target_lang: str | None = None,
     device: str = "cpu",
     batch_size: int = 32,
-    prefix: str = "",
+    prefix: str | None = None,
     split: bool | None = None,
     progress: bool | tqdm = False,
     check: bool = True,
@@ -83,8 +83,8 @@ def translate(
         source_lang, target_lang: languages of a multilingual checkpoint, `None`: its own. Those of a model object and
             its tokenizer stay as they are.
         device: device for a checkpoint that is given by its name.
-        prefix: stands before every text that does not begin with it, as of `load_translator`, which is asked for it
-            where the model is a name.
+        prefix: stands before every text that does not begin with it; "": none. `None`: that of `load_translator`
+            where the model is a name, and that of an engine.
         split: split texts into sentences; `None`: where the model translates, by its tokenizer or prefix. A text that
             is not split is cut where it is too long.
         progress: show a bar on stderr; or a bar to move on by one for each text.
@@ -111,7 +111,7 @@ def translate(
         model, default_tokenizer, default_prefix = load_translator(
             model, device=device, source=source_lang, target=target_lang
         )
-        tokenizer, prefix = tokenizer or default_tokenizer, prefix or default_prefix
+        tokenizer, prefix = tokenizer or default_tokenizer, default_prefix if prefix is None else prefix
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError("translate() got a model object without its tokenizer: pass both, or the checkpoint's name.")
         source_lang = target_lang = None  # they are set

@@ -53,7 +53,7 @@ from ..files import (
     write_whole,
 )
 from ..in_memory import identify, on_disk
-from ..languages import split_language, split_prefix
+from ..languages import put_prefix, split_language, split_prefix
 from ..loading import is_export
 from ..options import takes, values_of
 from ..results import Result
@@ -336,7 +336,7 @@ class Job:
         rows = []
         for start in range(0, len(texts), GROUP):
             group = texts[start : start + GROUP]
-            prefixed = [self.prefix + text for text in group]
+            prefixed = [put_prefix(self.prefix, text) for text in group]
             if start == number == 0:
                 check_known(tokenizer(prefixed, verbose=False)["input_ids"], tokenizer)
             options = {name: self.asked[name] for name in ("batch_size", "num_beams", "max_new_tokens")}

@@ -361,7 +361,13 @@ class Run:
         if not (self.one_language or wanted) and affordable < min(self.corpus.rows, ENOUGH):
             return 0
         made = translate(
-            texts["source"][:], translator, self.tokenizer, num_beams=beams, split=False, progress=self.call.progress
+            texts["source"][:],
+            translator,
+            self.tokenizer,
+            num_beams=beams,
+            prefix="",
+            split=False,
+            progress=self.call.progress,
         )
         references = {} if self.one_language else {"reference": texts["target"][:]}
         write_json({"source": texts["source"][:], "target": made} | references, self.output / TRANSLATIONS_FILE)
@@ -587,5 +593,5 @@ def time_translations(
 ) -> tuple[list[str], float]:
     """Translations, and the seconds that each took."""
     start = time.monotonic()
-    texts = translate(sources, translator, tokenizer, num_beams=beams, split=False)
+    texts = translate(sources, translator, tokenizer, num_beams=beams, prefix="", split=False)
     return texts, max(time.monotonic() - start, 1e-9) / len(texts)

@@ -86,6 +86,7 @@ def test_tokens_of_single_fields(to, fields, tmp_path):
 GENERATION = [
     {"length_penalty": 0.3},
     {"min_length": 8},
+    {"min_length": 40},  # more than the longest output
     {"no_repeat_ngram_size": 2},
     {"forced_bos_token_id": 5},
     {"forced_eos_token_id": 2},
@@ -99,7 +100,7 @@ GENERATION = [
 
 @pytest.mark.parametrize(
     ("to", "generation"),
-    [("onnx", each) for each in GENERATION] + [("ctranslate2", each) for each in GENERATION[1:7]],
+    [("onnx", each) for each in GENERATION] + [("ctranslate2", each) for each in GENERATION[1:8]],
     ids=str,
 )
 def test_searches_as_generate_does(to, generation, tmp_path):
@@ -296,7 +297,7 @@ def test_what_cannot_be_exported(tiny_marian, tmp_path, monkeypatch):
     odd = save(make_model("ConditionalGeneration", "lightformer", activation_function="mish"), tmp_path / "odd")
     for to in ENGINES:
         fails("activation_function is 'mish'", model=odd, to=to)
-    for field in ({"repetition_penalty": 1.3}, {"bad_words_ids": [[4, 5]]}):
+    for field in ({"repetition_penalty": 1.3}, {"bad_words_ids": [[4, 5]]}, {"stop_strings": ["a"]}):
         sampling = save(make_model("ConditionalGeneration", "lightformer"), tmp_path / "generation", **field)
         fails(next(iter(field)), model=sampling)
     broken = make_model("ConditionalGeneration", "lightformer")

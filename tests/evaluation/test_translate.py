@@ -7,17 +7,20 @@ import math
 import re
 import shutil
 from collections import UserDict
+from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
+from conversion.test_convert_t5 import make_tokenizer
 from datasets import Dataset
 from tiny import word_tokenizer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from lightformers_hf.decoding import describe_strategies
 from lightformers_hf.engines import export, load_engine
-from lightformers_hf.engines.engine import split_texts
+from lightformers_hf.engines.engine import Engine, split_texts
+from lightformers_hf.engines.search import Search
 from lightformers_hf.evaluation.speed import tokens_per_second
 from lightformers_hf.evaluation.translate import translate, translate_stream
 from lightformers_hf.languages import ISO_639
@@ -401,3 +404,14 @@ def test_a_model_that_names_no_number_of_positions(tiny_marian, german, tmp_path
     speed = tokens_per_second({"t5": (model, tokenizer)}, texts, runs=1, forced_length=3)["t5"]
     assert speed.tokens == 6
     assert "longer than" not in caplog.text
+
+
+@pytest.mark.parametrize(("prefix", "source"), [(None, "say it: w1"), ("", "w1"), ("w2 ", "w2 w1")])
+def test_the_prefix_of_an_engine_stands_before_texts_unless_another_is_given(prefix, source):
+    """Also none: of texts whose prefix another task requires."""
+    read = []
+    running = SimpleNamespace(generate=lambda batch, search: read.extend(batch) or [[2]])
+    search = Search(start=1, pad=1, ends=(2,), max_new_tokens=5)
+    engine = Engine("onnx", model=running, search=search, longest_input=None, prefix="say it: ")
+    translate(["w1"], engine, make_tokenizer(), prefix=prefix)
+    assert make_tokenizer().batch_decode(read, skip_special_tokens=True) == [source]
