@@ -285,6 +285,7 @@ def _with_targets(
     # The likeliest token each, by the teacher's rules. Trainer leaves `use_cache: false` in trained models.
     own = teacher.generation_config
     rules = {name: getattr(own, name) for name in TOKEN_RULES} | {"do_sample": False, "use_cache": True}
+    ends = torch.tensor([] if own.eos_token_id is None else own.eos_token_id)
 
     def make(batch: tuple[tuple[Tensor, Tensor], int]) -> Batch:
         (inputs, mask), longest = batch
@@ -293,7 +294,10 @@ def _with_targets(
         with fast_products(model.device), torch.inference_mode():
             targets = generate_tokens(model, inputs=inputs.to(model.device), **settings)
         targets = targets.to("cpu", copy=True)  # out of inference mode: gradients are taken with them
-        labels = targets[:, 1:].masked_fill(targets[:, 1:] == model.config.pad_token_id, -100)
+        written = targets[:, 1:]
+        is_end = torch.isin(written, ends)
+        is_padding = (is_end.cumsum(dim=1) > is_end) | ((written == model.config.pad_token_id) & ~is_end)
+        labels = written.masked_fill(is_padding, -100)  # the end stays where it also pads
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels, "decoder_input_ids": targets[:, :-1]}
 
     with cast_weights(model):

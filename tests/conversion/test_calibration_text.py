@@ -145,3 +145,17 @@ def test_batches_at_once_are_those_of_one_after_another(tiny_marian, parallel_se
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert readers == {threading.get_ident()}
     assert len(makers) > 1
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_the_end_of_an_output_is_learned_also_where_it_is_the_padding(tiny_marian, pads):
+    teacher = read(tiny_marian)
+    end = teacher.config.eos_token_id
+    teacher.generation_config.forced_eos_token_id = end  # every output has one
+    if pads:
+        teacher.config.pad_token_id = teacher.generation_config.pad_token_id = end
+    (batch,) = synthetic_batches(teacher.model, teacher, 4, 0)
+    for row in batch["labels"].tolist():
+        text = [token for token in row if token != -100]
+        assert text.index(end) == len(text) - 1
+        assert row == text + [-100] * (len(row) - len(text))
