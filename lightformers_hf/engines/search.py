@@ -24,6 +24,9 @@ UNSUPPORTED |= dict.fromkeys(
     "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale stop_strings max_time "
     "watermarking_config".split()
 )
+# Those that exported models for speech do not have.
+UNHEARD = {name: none for name, none in UNSUPPORTED.items() if name != "begin_suppress_tokens"}
+UNHEARD |= {"no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0, "min_new_tokens": None}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from .arguments import ExportArguments
 from .card import fill_example, write_card
 from .engine import TransformersModel
 from .layers import Expansion, Source, read_source
-from .search import Search
+from .search import UNHEARD, Search
 from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, translate_all
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
@@ -307,6 +307,9 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
         if getattr(call, option):
             raise OptionError(option, f" is for text; {source.name} is a model for speech: remove it")
     parts = (source.need_tokenizer(), source.need_extractor(), source.generation_config)
+    asked = {name: getattr(source.generation_config, name, None) for name in UNHEARD}
+    if ignored := [f"{name}={value!r}" for name, value in asked.items() if value not in (None, UNHEARD[name])]:
+        logger.warning(f"{source.name} asks for {', '.join(ignored)}, which exported models for speech do not have")
     beside = write_beside(source, engine, folder, call.quantization, engine.write_speech, measure_speech)
     before, quantization = folder_bytes(folder), call.quantization or "int8"
     expansion = engine.write_speech(source, folder, quantization)

@@ -1,6 +1,7 @@
 """Exported models for speech transcribe what the checkpoint transcribes, in this package and in other programs."""
 
 import json
+import shutil
 import subprocess
 
 import numpy as np
@@ -10,7 +11,7 @@ from speech import sound, train_whisper, write_speech
 from lightformers_hf import convert, evaluate, export, load_engine
 from lightformers_hf.engines.web import export_web
 from lightformers_hf.evaluation.transcribe import load_speech, transcribe
-from lightformers_hf.files import read_json
+from lightformers_hf.files import read_json, write_json
 from lightformers_hf.speech import find_sounds
 
 FORMS = {
@@ -85,6 +86,17 @@ def test_an_export_is_measured_beside_its_teacher(root, exported):
     assert found.model.disk_bytes == read_json(root / "onnx-narrow/export.json")["weight_bytes"]
     with pytest.raises(ValueError, match="transcribes sound: measure it by evaluate"):
         load_engine(root / "onnx-narrow")
+
+
+def test_settings_that_an_export_lacks_are_named(root, tmp_path, caplog):
+    shutil.copytree(root / "narrow", tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    for settings in ({}, {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2}):
+        write_json(read_json(file) | settings, file)
+        export(tmp_path / "model", tmp_path / "out", to="onnx", quantization="int8", overwrite=True)
+        named = [line for line in caplog.messages if "models for speech do not have" in line]
+        assert len(named) == bool(settings)
+    assert "asks for repetition_penalty=1.2, no_repeat_ngram_size=3, which" in named[0]
 
 
 @pytest.mark.parametrize(
