@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # self-generated text needs none of it
 # so many in total: wide moments need more tokens, and wide models more time for each.
 SAMPLES, TOKENS_PER_FEATURE, MOST_TOKENS = 1000, 64, 2**15
 BATCH = 32  # pairs of a batch at most
+# Tokens a side that the joint fit has with more pairs, where there are such; a recovery validates on the others.
+MOST_FITTED = 2**16
 # Every tenth sentence is held out of the calibration, of so many at least.
 HELD_OUT, FEWEST_SENTENCES = 10, 100
 COMPARED = 100  # texts whose whole outputs are compared, at most
@@ -171,12 +173,8 @@ def sample_pairs(
 
     By default `SAMPLES`, and more where these have few tokens.
     """
-    data, samples = cast(str, options.calibration), options.calibration_samples
-    source, target = options.columns
-    first, second = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
-    first = add_prefix(config, options.source_lang or first, options.target_lang or second, tokenizer)
-    corpus = Corpus(data, source=first if source else None, target=target, default=(first, second))
-    seed = study.calibration_seed
+    data, samples, seed = cast(str, options.calibration), options.calibration_samples, study.calibration_seed
+    corpus = _open(config, tokenizer, options)
     if samples is None:
         tokens = min(TOKENS_PER_FEATURE * config.hidden_size, MOST_TOKENS)
         mean = max(1, mean_tokens(config, tokenizer, corpus.sample(SAMPLES, seed)))
@@ -197,6 +195,33 @@ def sample_pairs(
             "inputs. Remove repeated lines, or omit --calibration: the model then generates the text"
         )
     return pairs
+
+
+def further_pairs(
+    teacher: Teacher, options: CompressionOptions, study: StudyOptions, pairs: Dataset | None
+) -> Dataset | None:
+    """More pairs for a joint fit, with other sources than those of `draw_pairs`; half of the rest at most.
+
+    `None` where the number of pairs was given, where they have no targets, and where there are no more.
+    """
+    if pairs is None or "target" not in pairs.column_names or options.calibration_samples is not None:
+        return None
+    tokenizer = teacher.need_tokenizer()
+    number = math.ceil(MOST_FITTED / max(1, mean_tokens(teacher.config, tokenizer, pairs))) - len(pairs)
+    if number <= 0:
+        return None
+    corpus, known = _open(teacher.config, tokenizer, options), set(pairs["source"])
+    more = corpus.sample(number, study.calibration_seed, without=known)
+    return more.select(range(min(len(more), max(0, corpus.rows - len(pairs)) // 2))) or None
+
+
+def _open(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions) -> Corpus:
+    """The text that `options` name."""
+    source, target = options.columns
+    first, second = (getattr(tokenizer, f"{side}_lang", None) or side for side in ("source", "target"))
+    first = add_prefix(config, options.source_lang or first, options.target_lang or second, tokenizer)
+    name = cast(str, options.calibration)
+    return Corpus(name, source=first if source else None, target=target, default=(first, second))
 
 
 def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int) -> list[Batch]:

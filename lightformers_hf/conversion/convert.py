@@ -28,7 +28,15 @@ from ..speech import save_extractor
 from ..text import fingerprint
 from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
 from .calibration_speech import draw_pieces, sound_batches
-from .calibration_text import count_tokens, draw_pairs, greedy_outputs, hold_out, sample_text
+from .calibration_text import (
+    count_tokens,
+    draw_pairs,
+    further_pairs,
+    greedy_outputs,
+    hold_out,
+    parallel_batches,
+    sample_text,
+)
 from .card import model_card
 from .forms import Form, Shaped, all_forms
 from .joint import fit_jointly, layer_parameters
@@ -77,6 +85,7 @@ class Measured:
     outputs: Sequence[Batch] = ()  # the teacher's greedy outputs of some of them
     maps: Mapping[str, Tensor] = field(default_factory=dict)  # `output_maps`, if features were removed
     held_out: bool = False  # whether these batches were held out of the calibration
+    further: Sequence[Batch] = ()  # of more pairs, for the joint fit
     sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
 
 
@@ -122,8 +131,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         check_outputs(checkpoint)
     measured = Measured(teacher)
     if "weight" in steps or ("bridge" in steps and not dry):
-        bridged = steps & {"bridge", "narrow"} if not dry else steps & {"bridge"}
-        kind = {"bridged": bridged, "compares": not dry, "width": width, "device": device}
+        later = steps & {"bridge"} if dry else steps
+        kind = {"steps": later, "compares": not dry, "width": width, "device": device}
         measured = measure(whole, teacher, options, study, removed, **kind)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
     proposals = choose(units, originals, options, study)
@@ -171,7 +180,9 @@ def try_joint_fit(model: PreTrainedModel, measured: Measured, before: Agreement,
     """Fit all layers of a model together, and keep that if it is nearer to its teacher on the text to compare them."""
     whole, calibration = cast(PreTrainedModel, measured.whole), cast(Calibration, measured.calibration)
     model.to(whole.device)
-    values = fit_jointly(model, whole, calibration.batches, seed)
+    batches = [*calibration.batches, *measured.further]
+    passes = 1 if len(measured.further) > len(calibration.batches) else 2
+    values = fit_jointly(model, whole, batches, seed, passes)
     agreement = replace(compare(model, whole, measured.compared, measured.outputs), held_out=measured.held_out)
     if not (agreement.divergence or 0.0) < (before.divergence or 0.0):  # as where it is NaN
         agreement = before
@@ -254,14 +265,14 @@ def measure(
     study: StudyOptions,
     removed: float | None,
     *,
-    bridged: Collection[str],
+    steps: Collection[str],
     compares: bool,
     width: int | None,
     device: torch.device,
 ) -> Measured:
     """Print a forecast, get calibration text, refit the layers around removed ones, measure sensitivity, and narrow.
 
-    Layers are refitted after the removal of others and of features, as far as `bridged` has `bridge` and `narrow`. Of
+    Layers are refitted after the removal of others and of features, as far as `steps` have `bridge` and `narrow`. Of
     hidden states, `width` features stay (`None`: all). Sensitivity is not measured if the share of parameters that is
     `removed` is `None`. The teacher's outputs are made where the call `compares` models.
     """
@@ -283,7 +294,7 @@ def measure(
         drawn = sample_text(model, whole, options, study, pairs)
     batches, held = hold_out(drawn)
     shorter = model if teacher is whole else copy_model(teacher.model).to(device)
-    if "bridge" in bridged:
+    if "bridge" in steps:
         bridge(shorter, model, teacher.layers, batches)
         teacher = replace(teacher, model=on_device(shorter, torch.device("cpu")))
     calibration = None
@@ -296,16 +307,21 @@ def measure(
     maps: Mapping[str, Tensor] = {}
     if width is not None:
         teacher, maps = remove_features(teacher, model, cast(Calibration, calibration), width, agreed)
-        if "narrow" in bridged:
+        if "narrow" in steps:
             narrower = copy_model(teacher.model).to(device)
             bridge(narrower, model, teacher.layers, batches, maps)
             teacher = replace(teacher, model=on_device(narrower, torch.device("cpu")))
-    sentences = {fingerprint(sentence) for sentence in texts}
     outputs: Sequence[Batch] = []
     if compares and whole.feature_extractor is None:
         translated = pairs is None or "target" not in pairs.column_names
         outputs = greedy_outputs(model, whole, agreed, translated=translated)
-    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, sorted(sentences))
+    further: Sequence[Batch] = ()
+    if "joint" in steps and whole.feature_extractor is None:
+        more = further_pairs(whole, options, study, pairs)
+        if more is not None:
+            further, texts = parallel_batches(model, whole.need_tokenizer(), more), [*texts, *more["source"]]
+    sentences = sorted({fingerprint(sentence) for sentence in texts})
+    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sentences)
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:

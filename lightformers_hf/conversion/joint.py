@@ -1,7 +1,7 @@
 """Joint fit: all layers of a refitted model move together towards the teacher's predictions.
 
 Least squares fit one layer after another, each to an output of the teacher. What they leave is fitted here at once, by
-gradient descent on the KL divergence from the teacher: two passes over the calibration text.
+gradient descent on the KL divergence from the teacher: two passes over the calibration text, or one over much more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sensitivity import Batch, cut_batches, target_states
 from .sharing import STACKS
 from .workers import AT_ONCE, Step, cast_weights, fast_passes, map_in_threads
 
-PASSES, TOKENS = 2, 1024  # over the text; of a step, on both sides with padding
+TOKENS = 1024  # of a step, on both sides with padding
 # The root mean square of a step at most, relative to that of the tensor, and the share of steps in which it rises.
 RATE, RISE = 2e-3, 0.1
 MAX_GRAD_NORM = 1.0
@@ -27,7 +27,7 @@ LARGE_VOCABULARY = 16_384  # tokens; of one at least n times as large, only ever
 
 
 def fit_jointly(
-    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], seed: int
+    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], seed: int, passes: int = 2
 ) -> list[Tensor]:
     """Fit the layers of a model to its teacher's predictions, by new tensors in their parameters.
 
@@ -46,7 +46,7 @@ def fit_jointly(
     halves = [half for batch in cut_batches(batches, TOKENS) for half in _halve(batch)]
     steps = range(0, len(halves), 2)
     order: list[int] = []
-    for turn in range(PASSES):
+    for turn in range(passes):
         order += random.Random(seed + turn).sample(steps, len(steps))
     optimizer = torch.optim.Adafactor(parameters, lr=RATE, weight_decay=0.0)
     rates = get_cosine_schedule_with_warmup(optimizer, int(RISE * len(order)), len(order))

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
@@ -14,6 +15,7 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
     draw_pairs,
+    further_pairs,
     mean_tokens,
     random_sources,
     random_texts,
@@ -85,6 +87,27 @@ def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian,
     monkeypatch.setattr(module, "FEWEST_SENTENCES", 30)  # a tenth of more is held out, beside the number asked for
     assert len(drawn(teacher, text, calibration_samples=27)) == 30
     assert len(drawn(teacher, text, calibration_samples=40)) == 40
+
+
+def test_further_pairs_have_other_sources_and_leave_half_of_the_rest(
+    teacher, tmp_path, parallel_sentences, monkeypatch
+):
+    rows = [{"de": f"{pair['de']} {count}", "en": pair["en"]} for count in range(8) for pair in parallel_sentences]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(module, "SAMPLES", 20)
+    monkeypatch.setattr(module, "MOST_TOKENS", 1)
+    options = CompressionOptions(calibration=str(file), **SIDES)
+    pairs = draw_pairs(teacher, options, StudyOptions())
+    mean = mean_tokens(teacher.config, teacher.tokenizer, pairs)
+    for most, expected in ((1, None), (20 * mean, None), (35 * mean, 15), (10**6, (len(rows) - 20) // 2)):
+        monkeypatch.setattr(module, "MOST_FITTED", most)
+        more = further_pairs(teacher, options, StudyOptions(), pairs)
+        assert (more and len(more)) == expected
+    assert not set(more["source"]) & set(pairs["source"])
+    given = replace(options, calibration_samples=20)
+    for asked, drawn in ((given, pairs), (options, pairs.remove_columns("target")), (CompressionOptions(), None)):
+        assert further_pairs(teacher, asked, StudyOptions(), drawn) is None
 
 
 def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, parallel_sentences):
