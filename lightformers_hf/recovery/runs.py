@@ -392,9 +392,6 @@ NEAR, NEAR_OWN = 0.85, 0.65
 MEASURED_WIDTH = 256
 # Near its teacher, few large steps do a model harm, the more the wider it is; at `MEASURED_WIDTH`, these are many.
 FULL_RATE_STEPS = 600
-# Near its teacher, dropout harms and states help where so few epochs are trained (measured with a half); seven were
-# measured with dropout and without states.
-FEW_EPOCHS = 2
 MAX_TOKENS = {"cpu": 1600, "accelerator": 8192}  # of a batch
 # Share of the time for validation.
 FOR_VALIDATION = 0.15
@@ -413,7 +410,6 @@ class RecoverySettings:
     steps: int = 0  # as planned
     warmup_steps: int = 0
     eval_steps: int = 0  # between validations
-    dropout: float = 0.0  # dropout during training; 0 or the value of its configuration
     seconds: float = 0.0  # by which the steps are planned anew while it trains (`Pace`)
     most_steps: int = 0
 
@@ -451,11 +447,10 @@ def plan_steps(
     *,
     ratio: float,
     width: int,
-    dropout: float = 0.0,
 ) -> RecoverySettings:
     """The settings with the steps of a training that takes about so many seconds, validation included.
 
-    Below ratio `FAR`, few steps lower the learning rate, and `FEW_EPOCHS` bring dropout instead of states.
+    Below ratio `FAR`, few steps lower the learning rate.
     """
     evaluations = max(1, min(MOST_EVALUATIONS, int(FOR_VALIDATION * seconds / evaluation_seconds)))
     steps = int((seconds - evaluations * evaluation_seconds) / step_seconds)
@@ -468,9 +463,7 @@ def plan_steps(
     if ratio >= FAR:
         return planned
     many = FULL_RATE_STEPS * max(1.0, width / MEASURED_WIDTH)
-    planned = replace(planned, learning_rate=settings.learning_rate * min(1.0, steps / many))
-    repeats = dropout and steps >= FEW_EPOCHS * epoch_steps
-    return replace(planned, dropout=dropout, hidden_weight=0.0) if repeats else planned
+    return replace(planned, learning_rate=settings.learning_rate * min(1.0, steps / many))
 
 
 def training_arguments(

@@ -131,8 +131,8 @@ def start_run(
     kind = SoundRun if reads_sound(folder) else Run
     tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
     attention = kind.cpu_attention if on_cpu else None
-    languages, quantization = (call.source_lang, call.target_lang), call.quantization
-    model = kind.load_model(folder, tokenizer, languages, attention, dropout=False, quantization=quantization)
+    languages = call.source_lang, call.target_lang
+    model = kind.load_model(folder, tokenizer, languages, attention, call.quantization)
     check_vocabulary(tokenizer, model.config, light)
     check_generation(model.generation_config, folder)
     if call.quantization and type(model) is not LightFormerForConditionalGeneration:

@@ -58,9 +58,9 @@ class SoundRun(Run):
 
     @classmethod
     def load_model(
-        cls, folder: Path, tokenizer: Any, languages: Any, attention: str | None, *, dropout: bool, **_: Any
+        cls, folder: Path, tokenizer: Any, languages: Any, attention: str | None, quantization: str | None = None
     ) -> PreTrainedModel:
-        return load_trainable(str(folder), attention, cls.auto_model, dropout=dropout)
+        return load_trainable(str(folder), attention, cls.auto_model, dropout=False)
 
     @property
     def one_language(self) -> bool:

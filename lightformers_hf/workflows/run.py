@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,12 +133,10 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         languages: tuple[str | None, str | None],
         attention: str | None,
-        *,
-        dropout: bool,
         quantization: str | None = None,
     ) -> PreTrainedModel:
-        """The compressed model, with the dropout of its configuration or without any, ready to be rounded."""
-        model = load_trainable(str(folder), attention, cls.auto_model, dropout=dropout)
+        """The compressed model without dropout, which a recovery is better without, ready to be rounded."""
+        model = load_trainable(str(folder), attention, cls.auto_model, dropout=False)
         set_languages(model, tokenizer, *languages)
         if quantization == "int4":  # whose errors are smaller then
             rotate_factors(model)
@@ -188,11 +186,6 @@ class Run:
     def own_config(self) -> PreTrainedConfig:
         """The compressed model's, as it was."""
         return load_pretrained(AutoConfig, self.folder)
-
-    def load_light(self, quantization: str | None = None) -> PreTrainedModel:
-        """The compressed model, with the dropout of its configuration."""
-        place = self.folder, self.tokenizer, self.languages, self.attention
-        return self.load_model(*place, dropout=True, quantization=quantization)
 
     def read_data(self) -> tuple[Corpus, Dataset]:
         """Text to train on, without the sources of the validation, and the validation's pairs.
@@ -313,14 +306,14 @@ class Run:
         pairs = self.training_text(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
-        dropout = 0.0 if self.data is None else getattr(self.own_config, "dropout", 0.0)
-        fixed = {"ratio": distance, "width": width, "dropout": dropout}
-        settings = plan_steps(settings, left, step_seconds, evaluation_seconds, epoch_steps, **fixed)
+        settings = plan_steps(
+            settings, left, step_seconds, evaluation_seconds, epoch_steps, ratio=distance, width=width
+        )
         self.say(
             f"before: {show_scores(before)}; the teacher: {show_scores(teacher)}"
             + ", whose translations are the references" * self.compares_with_teacher,
-            f"{settings.steps:,} steps, {step_seconds:.2f} s each, learning rate {settings.learning_rate:.2g}, "
-            f"dropout {settings.dropout:g}; the best is kept by {labels([self.best_by])[self.best_by]}",
+            f"{settings.steps:,} steps, {step_seconds:.2f} s each, learning rate {settings.learning_rate:.2g}; "
+            f"the best is kept by {labels([self.best_by])[self.best_by]}",
         )
         scores = {"before": before, "teacher": teacher}
         chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
@@ -443,10 +436,10 @@ class Run:
 
     def train(self, record: dict[str, Any]) -> Recovery:
         """Train to the end, from the last checkpoint if there is one."""
-        settings, began = RecoverySettings(**record["settings"]), time.monotonic()
+        known = {one.name for one in fields(RecoverySettings)}  # an earlier version had more
+        settings = RecoverySettings(**{name: one for name, one in record["settings"].items() if name in known})
+        began = time.monotonic()
         self.shorten_validation(record["sentences"])
-        if settings.dropout:
-            self.model = self.load_light(self.call.quantization)
         pairs, parameters = self.training_text(record["translations"]), unique_parameters(self.model)
         trainer = self.trainer(self.model, pairs, settings, teacher=self.distiller, saves=True)
         pace = Pace(settings, began)
@@ -468,7 +461,8 @@ class Run:
         best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
         if best_step == 0:
             self.say("no validation was better than at first: the model stays unchanged, more minutes help")
-        best, own = trainer.model if best_step else self.load_light(), self.own_config
+        as_it_was = self.folder, self.tokenizer, self.languages, self.attention
+        best, own = trainer.model if best_step else self.load_model(*as_it_was), self.own_config
         if best_step and self.call.quantization:
             round_model(best, self.call.quantization)
         for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained

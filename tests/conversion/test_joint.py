@@ -1,5 +1,6 @@
 """Joint fit: nearer to the teacher on other text, equal bytes whatever the threads, kept only where it is better."""
 
+import json
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, MarianMTModel, MarianTokenizer
 
 from lightformers_hf import StudyOptions, convert
 from lightformers_hf.checkpoints.teacher import read
+from lightformers_hf.conversion import calibration_text
 from lightformers_hf.conversion import joint as module
 from lightformers_hf.conversion.joint import fit_jointly
 from lightformers_hf.processors import use_threads
@@ -46,7 +48,6 @@ def divergence(student, teacher, batch):
 @pytest.mark.parametrize("many", [module.LARGE_VOCABULARY, 50])
 def test_the_divergence_from_the_teacher_falls(tiny_marian, without, batch, many, monkeypatch):
     monkeypatch.setattr(module, "LARGE_VOCABULARY", many)  # 50: of a third of the positions
-    monkeypatch.setattr(module, "PASSES", 40)
     monkeypatch.setattr(module, "TOKENS", 64)
     own, student = read(tiny_marian).model, AutoModelForSeq2SeqLM.from_pretrained(without[0])
     teacher = MarianMTModel.from_pretrained(tiny_marian).eval()
@@ -55,7 +56,7 @@ def test_the_divergence_from_the_teacher_falls(tiny_marian, without, batch, many
     student.model.encoder.layers[0].final_layer_norm.weight = shared
     kept = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     first = divergence(student, teacher, batch)
-    before = fit_jointly(student, own, [batch], 0)
+    before = fit_jointly(student, own, [batch], 0, passes=40)
     assert divergence(student, teacher, batch) < 0.9 * first
     assert all(torch.equal(tensor, kept[name]) for name, tensor in own.state_dict().items())
     for parameter, value in zip(module.layer_parameters(student), before, strict=True):
@@ -90,3 +91,26 @@ def test_values_that_come_no_nearer_are_not_kept(tiny_marian, without, tmp_path,
     folder, report = without
     assert convert(tiny_marian, tmp_path / "out", ratio=4, progress=False).agreement == report.agreement
     assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("most", "passes", "expected"), [(1, 2, 18), (30, 2, 18 + 10), (10**6, 1, 18 + 70)])
+def test_further_pairs_are_fitted_once_where_they_are_more(
+    tiny_marian, tmp_path, parallel_sentences, monkeypatch, most, passes, expected
+):
+    rows = [{"de": f"{pair['de']} {count}", "en": pair["en"]} for count in range(16) for pair in parallel_sentences]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, value in {"SAMPLES": 18, "MOST_TOKENS": 1, "FEWEST_SENTENCES": 10}.items():
+        monkeypatch.setattr(calibration_text, name, value)
+    monkeypatch.setattr(calibration_text, "mean_tokens", lambda *_: 1)
+    monkeypatch.setattr(calibration_text, "MOST_FITTED", most)
+    found = []
+
+    def spy(student, teacher, batches, seed, passes):
+        found.append((sum(len(batch["labels"]) for batch in batches), passes))
+        return fit_jointly(student, teacher, batches, seed, passes)
+
+    monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "fit_jointly", spy)
+    text = {"calibration": str(tmp_path / "pairs.jsonl"), "source_lang": "de", "target_lang": "en"}
+    report = convert(tiny_marian, tmp_path / "out", ratio=4, progress=False, **text)
+    assert found == [(expected, passes)]
+    assert len(report.calibrated_on) == expected + 2  # held out

@@ -66,19 +66,6 @@ def test_few_steps_of_a_model_near_its_teacher_are_small(seconds):
     assert far.learning_rate == BASE.learning_rate
 
 
-def test_dropout_where_text_comes_again_and_again():
-    """Near its teacher; and states where it does not. Far from it, and of random tokens, never."""
-    plans = {
-        (ratio, epoch, dropout): plan_steps(BASE, 1000, 1.0, 10, epoch, ratio=ratio, width=256, dropout=dropout)
-        for ratio in (4, 6)
-        for epoch in (100, 1000)
-        for dropout in (0.0, 0.1)
-    }
-    kept = {case: (plan.dropout, plan.hidden_weight) for case, plan in plans.items() if plan.dropout}
-    assert kept == {(4, 100, 0.1): (0.1, 0.0)}
-    assert {plan.hidden_weight for case, plan in plans.items() if case not in kept} == {BASE.hidden_weight} == {5.0}
-
-
 def test_what_lost_much_is_far_whatever_its_size():
     """As models are whose layers were left out."""
     for own, near, far in ((False, 0.86, 0.83), (True, 0.70, 0.53)):
@@ -357,11 +344,11 @@ def test_the_result_has_the_type_the_size_and_the_dropout_of_what_it_is_made_of(
     light.config.update({"dropout": 0.25, "activation_dropout": 0.125})
     light.save_pretrained(tmp_path / "light")
     AutoTokenizer.from_pretrained(place / "light").save_pretrained(tmp_path / "light")
-    found = recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
+    recover(tmp_path / "light", tmp_path / "out", **options(place, tiny_marian))
     size, before = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "light"))
     assert size == pytest.approx(before, rel=0.05)
     after = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config
-    assert (after.dtype, found.settings["dropout"]) == (torch.bfloat16, 0.0)
+    assert after.dtype == torch.bfloat16
     assert (after.dropout, after.activation_dropout, after.use_cache) == (0.25, 0.125, light.config.use_cache)
 
 
