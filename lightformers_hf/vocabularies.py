@@ -45,7 +45,7 @@ def match_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase)
 
 
 def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """The fields of a configuration that name tokens, with new ids; words and bans of removed tokens are dropped."""
+    """The fields of a configuration that name tokens, with new ids; bans and biases of removed tokens are dropped."""
     new = {old: number for number, old in enumerate(kept)}
     changed: dict[str, Any] = {}
     for name, ids in single_ids(fields).items():
@@ -56,6 +56,10 @@ def renumber_ids(fields: Mapping[str, Any], kept: Sequence[int]) -> dict[str, An
     if banned := fields.get("bad_words_ids"):  # words of several tokens
         words = (word for word in banned if {*word} <= new.keys())
         changed["bad_words_ids"] = [[new[token] for token in word] for word in words] or None
+    if biases := fields.get("sequence_bias"):  # {ids: bias}, or a list of pairs
+        pairs = biases.items() if isinstance(biases, Mapping) else biases
+        kept_pairs = [[[new[token] for token in ids], bias] for ids, bias in pairs if {*ids} <= new.keys()]
+        changed["sequence_bias"] = kept_pairs or None
     return changed
 
 

@@ -99,12 +99,13 @@ def test_forbidden_and_forced_tokens_get_their_new_ids():
     kept = KeptTokens([1, 3, 5, 7], [1, 3, 5, 7], None)
     generation = GenerationConfig(
         eos_token_id=[5, 7], forced_bos_token_id=3, suppress_tokens=[2, 7], bad_words_ids=[[1], [2], [5, 4], [5, 3]],
-        begin_suppress_tokens=[2],
+        begin_suppress_tokens=[2], sequence_bias=[[[5, 3], 1.5], [[2], -1.0]],
     )  # fmt: skip
     renumber_generation(generation, kept.target)
     assert (generation.eos_token_id, generation.forced_bos_token_id) == ([2, 3], 1)
     assert (generation.suppress_tokens, generation.begin_suppress_tokens) == ([3], None)
     assert generation.bad_words_ids == [[0], [2, 1]]
+    assert generation.sequence_bias == [[[2, 1], 1.5]]
 
 
 @pytest.mark.parametrize(
