@@ -5,6 +5,7 @@ soundfile decodes (WAV, FLAC, OGG, MP3 …) and is imported when something is re
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import os
@@ -146,6 +147,12 @@ class Piece:
     wave: np.ndarray
     text: str | None
     spoken: np.ndarray  # whether there is speech at each position of the encoder, also those behind the sound
+    sounds: tuple[str, ...]  # fingerprints of the sounds that it is of
+
+
+def sound_fingerprint(wave: np.ndarray) -> str:
+    """Twelve hexadecimal digits that identify a sound, by its samples in 16 bits."""
+    return hashlib.sha256(np.round(wave * 2**15).astype("<i4").tobytes()).hexdigest()[:12]
 
 
 def cut_pieces(sounds: Sequence[Sound], *, seconds: float, positions: int) -> list[Piece]:
@@ -156,11 +163,12 @@ def cut_pieces(sounds: Sequence[Sound], *, seconds: float, positions: int) -> li
     longest, pieces = round(seconds * RATE), []
     for sound in sounds:
         wave = sound.read()
+        known = (sound_fingerprint(wave),)
         text = sound.text if len(wave) <= longest else None
         for start in range(0, len(wave), longest):
             spoken = find_speech(part := wave[start : start + longest], longest // positions, positions)
             if spoken.any():
-                pieces.append(Piece(part, text, spoken))
+                pieces.append(Piece(part, text, spoken, known))
     return pieces
 
 
@@ -191,7 +199,8 @@ def join_pieces(pieces: Sequence[Piece], *, seconds: float) -> list[Piece]:
         wave, texts = np.concatenate([part.wave for part in parts]), [part.text for part in parts if part.text]
         positions = len(parts[0].spoken)
         spoken = find_speech(wave, round(seconds * RATE) // positions, positions)
-        joined.append(Piece(wave, " ".join(texts) if len(texts) == len(parts) else None, spoken))
+        sounds = tuple(sound for part in parts for sound in part.sounds)
+        joined.append(Piece(wave, " ".join(texts) if len(texts) == len(parts) else None, spoken, sounds))
     return joined
 
 

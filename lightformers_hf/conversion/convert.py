@@ -86,7 +86,7 @@ class Measured:
     maps: Mapping[str, Tensor] = field(default_factory=dict)  # `output_maps`, if features were removed
     held_out: bool = False  # whether these batches were held out of the calibration
     further: Sequence[Batch] = ()  # of more pairs, for the joint fit
-    sentences: list[str] = field(default_factory=list)  # fingerprints of the user's sentences
+    known: list[str] = field(default_factory=list)  # fingerprints of the user's sentences, or sounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         calibration=(options.calibration or OWN_TEXT) if steps - {"refit", "joint"} else None,
         trimmed=whole,
         matrices=report_matrices(chosen, best.errors, model, dense),
-        calibrated_on=measured.sentences,
+        calibrated_on=measured.known,
         agreement=agreement,
         candidates=listed if len(listed) > 1 else {},
         processor=describe_work(device),
@@ -287,10 +287,10 @@ def measure(
         tqdm.write(forecast(whole.model, tokens, written, given=given), file=sys.stderr)
     model = on_device(whole.model, device)
     if whole.feature_extractor is not None:
-        texts = [piece.text for piece in pairs if piece.text]
+        known = {sound for piece in pairs for sound in piece.sounds}
         drawn: Sequence[Batch] = sound_batches(model, whole, pairs, options.columns[0], study.calibration_seed)
     else:
-        texts = [] if pairs is None else pairs["source"]
+        known = set() if pairs is None else {*map(fingerprint, pairs["source"])}
         drawn = sample_text(model, whole, options, study, pairs)
     batches, held = hold_out(drawn)
     shorter = model if teacher is whole else copy_model(teacher.model).to(device)
@@ -319,9 +319,9 @@ def measure(
     if "joint" in steps and whole.feature_extractor is None:
         more = further_pairs(whole, options, study, pairs)
         if more is not None:
-            further, texts = parallel_batches(model, whole.need_tokenizer(), more), [*texts, *more["source"]]
-    sentences = sorted({fingerprint(sentence) for sentence in texts})
-    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sentences)
+            further = parallel_batches(model, whole.need_tokenizer(), more)
+            known |= {*map(fingerprint, more["source"])}
+    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:

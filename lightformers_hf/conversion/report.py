@@ -124,7 +124,7 @@ class CompressionReport(Result):
         auto_class: the Auto class that loads the result.
         options: the options that were set, and the switches of a study.
         calibration: the text on which errors were weighted and layers refitted; `None`: neither was done.
-        calibrated_on: fingerprints of its sentences, so that an evaluation can detect them.
+        calibrated_on: fingerprints of its sentences or sounds, so that an evaluation can detect them.
         agreement: how often the result predicts its teacher's token; `None` where no text was read.
         layers: layers of the result and of the source, {stack: [kept, before]}.
         groups: stored layers of the result and depths, {stack: [stored, depths]}.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -234,7 +235,7 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
     for role, (*sizes, rate) in found["measured"].items():
         measured[role], rates[role] = replace(Measurements(*sizes), real_time_factor=rate), rate
     ratio = rates["teacher"] / rates["model"] if "teacher" in rates else None
-    warn_of_overlap(folders["model"], data, found["texts"])
+    warn_of_overlap(folders["model"], data, *found["sounds"])
     return Evaluation(
         measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", found["sentences"],
         generation, found["signatures"], found["differences"],
@@ -278,18 +279,23 @@ def _measure_speed(
 
 
 def calibrated_on(model: str | Path) -> set[str]:
-    """Fingerprints of the sentences that a model's conversion was calibrated on."""
+    """Fingerprints of the sentences or sounds that a model's conversion was calibrated on."""
     return set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
 
 
-def warn_of_overlap(model: str | Path, data: str, sources: list[str]) -> None:
-    """Warn where sentences to be scored are among those that the conversion was calibrated on."""
-    known = calibrated_on(model)
-    if seen := [sentence for sentence in sources if fingerprint(sentence) in known]:
+def warn_of_overlap(model: str | Path, data: str, sources: list[str], sounds: Sequence[str] | None = None) -> int:
+    """Return how many sentences to be scored the conversion was calibrated on, with a warning.
+
+    Of names of sounds, `sounds` are the fingerprints.
+    """
+    known, what = calibrated_on(model), "sentences" if sounds is None else "sounds"
+    found = map(fingerprint, sources) if sounds is None else sounds
+    if seen := [source for source, one in zip(sources, found, strict=True) if one in known]:
         logger.warning(
-            f"{len(seen)} of the {len(sources)} sentences of {data} were among those that {printable_name(model)} was "
-            f"calibrated on, so its scores are too high; for example: {seen[0]}"
+            f"{len(seen)} of the {len(sources)} {what} of {data} were among those that {printable_name(model)} was "
+            f"calibrated on, so its scores are too good; for example: {seen[0]}"
         )
+    return len(seen)
 
 
 def find_columns(name: str, source: str | None, target: str | None, *, label: str | None = None) -> tuple[str, str]:

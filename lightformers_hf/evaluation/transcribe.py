@@ -16,7 +16,7 @@ from ..engines import RunningSpeech, load_engine_file
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_pretrained, no_extractor, unique_parameters, weight_bytes
 from ..processors import use_threads
-from ..speech import RATE, Sound, check_language, find_sounds, prompt_of
+from ..speech import RATE, Sound, check_language, find_sounds, prompt_of, sound_fingerprint
 from .quality import SPEECH, check_metrics, choose_metrics, difference, score, signatures
 
 if TYPE_CHECKING:
@@ -177,7 +177,11 @@ def measure_speech(
     references = [normalize(sound.text or "") for sound in sounds]
     metrics = choose_metrics(check_metrics(metrics), references, references, default=SPEECH)
     outputs, measured = {}, {}
-    seconds = sum(len(sound.read()) for sound in sounds) / RATE
+    seconds, known = 0.0, []
+    for sound in sounds:
+        wave = sound.read()
+        seconds += len(wave) / RATE
+        known.append(sound_fingerprint(wave))
     for role, (model, processor) in loaded.items():
         begun = time.process_time()
         with use_threads(1):
@@ -198,5 +202,5 @@ def measure_speech(
         "sentences": len(sounds),
         "signatures": signatures(metrics, references),
         "differences": differences,
-        "texts": [sound.text for sound in sounds],
+        "sounds": ([sound.name for sound in sounds], known),
     }

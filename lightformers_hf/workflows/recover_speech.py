@@ -93,6 +93,9 @@ class SoundRun(Run):
             raise OptionError("data", " is missing: a model for speech recovers from sound, give a folder of it")
         return Corpus.of(self.read_sound(self.data), name=self.data)
 
+    def sounds(self, names: list[str]) -> list[str]:
+        return [self.pieces[name].sounds[0] for name in names]
+
     def read_validation(self, data: str) -> Dataset:
         return self.read_sound(data)
 

@@ -204,9 +204,9 @@ class Run:
             if not size:
                 held = f"{corpus.rows} text{'s' * (corpus.rows != 1)}"
                 raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
-            seen = [fingerprint(text) in known for text in texts["source"][:]]
+            names = texts["source"][:]
+            seen = [one in known for one in self.sounds(names) or map(fingerprint, names)]
             held_out = texts.select(sorted(range(len(texts)), key=seen.__getitem__)[:size])
-            warn_of_overlap(self.folder, self.data or "", held_out["source"][:])
             if not corpus.has_targets:
                 sources = held_out["source"][:]
                 said = translate(
@@ -219,6 +219,10 @@ class Run:
         if corpus.table is not None and not corpus.table["source"]:
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return corpus, held_out
+
+    def sounds(self, names: list[str]) -> list[str] | None:
+        """Fingerprints of sounds with these names; `None` of text."""
+        return None
 
     def read_validation(self, data: str) -> Dataset:
         """The pairs of the validation that was given."""
@@ -294,6 +298,8 @@ class Run:
         # Five of these validations fit into the time.
         taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / self.time_each()))
         self.shorten_validation(min(taken, len(self.held_out)))
+        names = self.held_out["source"][:]
+        seen = warn_of_overlap(self.folder, self.validation or self.data or "", names, self.sounds(names))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
         distance = self.ratio
@@ -316,7 +322,7 @@ class Run:
             f"the best is kept by {labels([self.best_by])[self.best_by]}",
         )
         scores = {"before": before, "teacher": teacher}
-        chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out)}
+        chosen = {"settings": asdict(settings), "translations": count, "sentences": len(self.held_out), "seen": seen}
         return chosen | {"scores": scores}
 
     def say(self, *lines: str) -> None:
@@ -456,7 +462,8 @@ class Run:
             for entry in state.log_history
             if f"eval_{self.best_by}" in entry
         }
-        scored[0] = record["scores"]["before"]  # few steps may do harm
+        if 2 * record.get("seen", 0) <= len(self.held_out):
+            scored[0] = record["scores"]["before"]  # few steps may do harm
         sign = 1 if METRICS[self.best_by].higher_is_better else -1
         best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
         if best_step == 0:

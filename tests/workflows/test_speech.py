@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import soundfile
 from datasets import Audio, Dataset
 from speech import train_whisper, write_speech
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
@@ -14,6 +15,7 @@ from lightformers_hf.files import read_json
 from lightformers_hf.recovery import runs
 from lightformers_hf.speech import find_sounds
 from lightformers_hf.workflows.compress import Work
+from lightformers_hf.workflows.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,41 @@ def test_it_recovers(data, root, tmp_path):
     assert error_rate(tmp_path / "out", root) < error_rate(root / "far", root)
     assert AutoProcessor.from_pretrained(tmp_path / "out").feature_extractor.chunk_length == 2
     assert AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "out").generation_config.is_multilingual
+
+
+@pytest.fixture(scope="module")
+def quieter(root):
+    """Sounds that no conversion has read."""
+    shutil.copytree(root / "test", root / "quieter")
+    for file in (root / "quieter").glob("*.flac"):
+        wave, rate = soundfile.read(file)
+        soundfile.write(file, wave / 2, rate)
+    return root / "quieter"
+
+
+def test_sounds_of_the_calibration_are_known_without_transcripts(root, quieter, tmp_path, caplog):
+    """They are not drawn for a validation where there are others, and an evaluation warns of them."""
+    shutil.copytree(root / "without", tmp_path / "both/read")
+    shutil.copytree(quieter, tmp_path / "both/new", ignore=lambda *_: ["metadata.jsonl"])
+    options = {"teacher": root / "whisper", "minutes": 0.02, "progress": False, "source_lang": "en"}
+    recover(root / "near", tmp_path / "out", data=str(tmp_path / "both"), **options)
+    drawn = read_json(tmp_path / "out/validation.json")["source"]
+    assert drawn
+    assert all("/new/" in name for name in drawn)
+    assert "calibrated on" not in caplog.text
+    evaluate(root / "near", data=str(root / "with"), speed=False, progress=False, source_lang="en")
+    assert "40 of the 40 sounds" in caplog.text
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_model_is_not_compared_on_sounds_that_it_was_calibrated_on(root, quieter, tmp_path, monkeypatch, is_known):
+    """By these, it is better before a training than it is."""
+    measure = Run.measure
+    monkeypatch.setattr(Run, "measure", lambda *given: (measure(*given)[0] | {"wer": -1}, 1.0))  # which is best
+    options = {"teacher": root / "whisper", "data": str(root / "without"), "minutes": 0.02, "source_lang": "en"}
+    options |= {} if is_known else {"validation": str(quieter)}
+    found = recover(root / "near", tmp_path / "out", **options, progress=False)
+    assert (found.best_step > 0) == is_known
 
 
 def test_its_validation_is_in_the_language_that_is_given(root, tmp_path, monkeypatch):
