@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MOST_SECONDS = 7200  # of sound, which stays in memory
 PIECE = 400  # what a piece counts of the tokens of a batch
 TRIED = 4  # pieces whose transcription is timed
+SPEEDS = 0.88, 1.12  # of sound in training: a little sound is heard again and again
 FEWEST = 20  # pieces that are transcribed, however short the time is
 
 
@@ -173,17 +174,16 @@ class SoundRun(Run):
     def collator(self, model: PreTrainedModel) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
         return self.collate
 
-    def window(self, names: list[str], texts: list[str], *, times: bool) -> dict[str, Any]:
-        """Pieces of one language behind each other: sound for `collate`, decoder inputs and labels."""
+    def window(self, parts: list[tuple[str, np.ndarray, str]], *, times: bool) -> dict[str, Any]:
+        """Pieces of one language (name, sound, transcript) behind each other: decoder inputs, labels, and sound."""
         config = self.distiller.generation_config
-        prompt = prompt_of(config, self.spoken[names[0]], times=times)
-        tokens = [transcript_tokens(self.tokenizer, text, config) for text in texts]
-        parts = [(len(self.pieces[name].wave), text) for name, text in zip(names, tokens, strict=True)]
-        joined = [token for text in tokens for token in text[:-1]]
-        sequence = [*prompt, *(add_times(parts, config) if times else [*joined, config.eos_token_id])]
+        prompt = prompt_of(config, self.spoken[parts[0][0]], times=times)
+        said = [(len(wave), transcript_tokens(self.tokenizer, text, config)) for _, wave, text in parts]
+        joined = [token for _, text in said for token in text[:-1]]
+        sequence = [*prompt, *(add_times(said, config) if times else [*joined, config.eos_token_id])]
         sequence = sequence[: self.longest + 1]
-        wave = np.concatenate([self.pieces[name].wave for name in names])
         labels = [*[IGNORED] * (len(prompt) - 1), *sequence[len(prompt) :]]
+        wave = np.concatenate([wave for _, wave, _ in parts])
         return {"input_features": wave, "decoder_input_ids": sequence[:-1], "labels": labels}
 
     def collate(self, windows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -202,6 +202,13 @@ class SoundRun(Run):
         return {"input_features": features, "attention_mask": mask.long(), **padded}
 
 
+def change_speed(wave: np.ndarray, speed: float, longest: int) -> np.ndarray:
+    """Sound that is so many times as fast, and higher, but not above so many samples (Ko et al. 2015)."""
+    from scipy.signal import resample
+
+    return resample(wave, min(round(len(wave) / speed), longest)).astype(np.float32)
+
+
 class SoundPool:
     """Pieces of sound and their transcripts, as a `TokenizedPool` has pairs of sentences."""
 
@@ -214,15 +221,14 @@ class SoundPool:
         return len(self.pairs["source"])
 
     def features(self, rows: list[int]) -> list[dict[str, Any]]:
-        """The windows of a batch, with and without times at random."""
+        """The windows of a batch, at random speeds, with and without times at random."""
         run, draw = self.run, random.Random(repr(rows))
         longest = RATE * run.extractor.chunk_length
         names, texts = ([self.pairs[side][row] for row in rows] for side in ("source", "target"))
-        lengths, kinds = [len(run.pieces[name].wave) for name in names], [run.spoken[name] for name in names]
-        return [
-            run.window([names[one] for one in group], [texts[one] for one in group], times=draw.random() < 0.5)
-            for group in join_lengths(lengths, longest, kinds)
-        ]
+        waves = [change_speed(run.pieces[name].wave, draw.uniform(*SPEEDS), longest) for name in names]
+        groups = join_lengths([len(wave) for wave in waves], longest, [run.spoken[name] for name in names])
+        parts = [*zip(names, waves, texts, strict=True)]
+        return [run.window([parts[one] for one in group], times=draw.random() < 0.5) for group in groups]
 
 
 class ScoredSound(torch.utils.data.Dataset):
@@ -238,7 +244,8 @@ class ScoredSound(torch.utils.data.Dataset):
         return len(self.references)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.run.window([self.pairs["source"][row]], [self.pairs["target"][row]], times=False)
+        name = self.pairs["source"][row]
+        return self.run.window([(name, self.run.pieces[name].wave, self.pairs["target"][row])], times=False)
 
     def decode(self, predictions: np.ndarray) -> list[str]:
         """The normalized texts of generated tokens (rows, T), padded with negative ids."""
