@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ..checkpoints.teacher import reads_sound
 from ..loading import stored_tensors, tensor_bytes
 from ..options import OptionError
 from .forms import Choices, Form, Setting, all_forms
@@ -22,6 +23,9 @@ HEADER_BYTES = 130
 # Of teachers with more parameters, a form alone is tried if its predicted cost is at most so many times the mixture's.
 LARGE, LIKELY = 20_000_000, 1.25
 AUTO = "auto"  # the candidate that mixes all forms
+# A few minutes of sound show little of an encoder. On other sound its errors cost more than predicted, about so many
+# times as much (measured on Whisper).
+UNHEARD = 8.0
 K = TypeVar("K")
 Result = TypeVar("Result")
 # Choices of one slot of an alternative: forms for the same matrices, of which one is chosen.
@@ -191,7 +195,10 @@ def keep_form(unit: Unit, method: str) -> Unit:
 
 def weigh(sites: Sequence[Form], originals: Originals) -> dict[Form, Choices]:
     """The choices of every site, and their costs."""
-    return dict(work_on_sites("weighting", lambda site: site.choices(originals), sites, originals.device))
+    found = dict(work_on_sites("weighting", lambda site: site.choices(originals), sites, originals.device))
+    if not reads_sound(originals.dense.config):
+        return found
+    return {site: one.times(UNHEARD) if ".encoder." in site.name else one for site, one in found.items()}
 
 
 def find_errors(chosen: Sequence[Choice], originals: Originals) -> dict[Form, float]:

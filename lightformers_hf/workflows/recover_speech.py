@@ -142,6 +142,10 @@ class SoundRun(Run):
         self.known = getattr(self, "known", {}) | known
         return Dataset.from_dict(rows)
 
+    def find_distance(self, kept: float) -> float:
+        """As of text, but that little sound and few steps allow no large ones, however much was lost."""
+        return self.ratio
+
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the transcripts, and return that no pairs are beside them."""
         write_json({"sound": [[*key, *row] for key, row in self.known.items()]}, self.output / TRANSLATIONS_FILE)

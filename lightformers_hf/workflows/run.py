@@ -302,10 +302,7 @@ class Run:
         seen = warn_of_overlap(self.folder, self.validation or self.data or "", names, self.sounds(names))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
-        distance = self.ratio
-        if self.data is not None:
-            kept = before["chrf"] / max(teacher["chrf"], 1)
-            distance = find_distance(distance, kept, own=self.compares_with_teacher)
+        distance = self.find_distance(before["chrf"] / max(teacher["chrf"], 1))
         fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
         settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
@@ -336,6 +333,10 @@ class Run:
         start = time.monotonic()
         found = trainer.evaluate()
         return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
+
+    def find_distance(self, kept: float) -> float:
+        """The ratio by which settings are chosen, of a model that has `kept` a share of its teacher's chrF."""
+        return self.ratio if self.data is None else find_distance(self.ratio, kept, own=self.compares_with_teacher)
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the teacher's translations of random sources, as the time allows, and return their number.

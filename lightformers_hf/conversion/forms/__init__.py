@@ -11,7 +11,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -44,6 +44,10 @@ class Choices:
         count = len(self.settings) - self.mixed
         costs, sizes = self.costs[:count], self.sizes[:count]
         return Choices(self.settings[:count], costs, sizes, self.whole, self.details)
+
+    def times(self, factor: float) -> Choices:
+        """Return the choices with so many times the costs."""
+        return replace(self, costs=self.costs * factor, whole=self.whole * factor)
 
     def best(self, price: float) -> tuple[float, int]:
         """Return the minimum of cost + price · size, and its index."""
