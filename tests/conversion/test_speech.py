@@ -11,6 +11,7 @@ from speech import RATE, make_whisper, sound, texts, write_speech
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 
 from lightformers_hf import convert, plan
+from lightformers_hf.conversion import allocation
 from lightformers_hf.conversion.calibration_speech import REPLACED, SAMPLES, draw_errors
 
 
@@ -68,6 +69,15 @@ def test_every_method_gives_a_model_that_transcribes(case, root, tmp_path):
     assert (report.family, report.architecture) == ("whisper", "lightformer_speech")
     assert report.auto_class == "AutoModelForSpeechSeq2Seq"
     assert 'pipeline("automatic-speech-recognition"' in (tmp_path / "light/README.md").read_text()
+
+
+def test_the_dearer_the_errors_of_an_encoder_the_more_it_keeps(root, monkeypatch):
+    kept = []
+    for factor in (1, 8, 64):
+        monkeypatch.setattr(allocation, "UNHEARD", factor)
+        report = plan(root / "whisper", ratio=2, calibration=str(root / "with"), progress=False)
+        kept.append(sum(one.parameters_after for one in report.matrices if one.name.startswith("encoder.")))
+    assert kept[0] < kept[1] < kept[2]
 
 
 def test_removed_layers_leave_the_alignment_heads(root, tmp_path):
