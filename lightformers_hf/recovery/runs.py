@@ -386,7 +386,8 @@ class Clock(TrainerCallback):
 FAR = 5.0
 # So does a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
 # at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
-NEAR, NEAR_OWN = 0.85, 0.65
+# Of little sound, large steps harm a Whisper that kept 0.7.
+NEAR, NEAR_OWN, NEAR_SOUND = 0.85, 0.65, 0.5
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
 # those found at 512 agree with.
 MEASURED_WIDTH = 256
@@ -414,10 +415,10 @@ class RecoverySettings:
     most_steps: int = 0
 
 
-def find_distance(ratio: float, kept: float, *, own: bool) -> float:
-    """The ratio by which settings are chosen: that of the parameters, and at least `FAR` where little is `kept`, a
-    share of the teacher's chrF; `own`: the references are the teacher's translations."""
-    return ratio if kept >= (NEAR_OWN if own else NEAR) else max(ratio, FAR)
+def find_distance(ratio: float, kept: float, near: float) -> float:
+    """The ratio by which settings are chosen: that of the parameters, and at least `FAR` where less than `near` is
+    `kept`, shares of the teacher's chrF."""
+    return ratio if kept >= near else max(ratio, FAR)
 
 
 def choose_settings(

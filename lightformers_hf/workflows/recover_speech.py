@@ -23,6 +23,7 @@ from ..evaluation.transcribe import load_processor, normalizer_of
 from ..files import read_json, write_json
 from ..options import OptionError
 from ..recovery import load_trainable
+from ..recovery.runs import NEAR_SOUND
 from ..recovery.trainer import IGNORED
 from ..speech import (
     RATE,
@@ -56,6 +57,7 @@ class SoundRun(Run):
 
     auto_model = AutoModelForSpeechSeq2Seq
     cpu_attention = None
+    near = NEAR_SOUND
 
     @classmethod
     def load_model(
@@ -141,10 +143,6 @@ class SoundRun(Run):
             raise ValueError(f"{data} is silent: expected speech")
         self.known = getattr(self, "known", {}) | known
         return Dataset.from_dict(rows)
-
-    def find_distance(self, kept: float) -> float:
-        """As of text, but that little sound and few steps allow no large ones, however much was lost."""
-        return self.ratio
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the transcripts, and return that no pairs are beside them."""

@@ -55,6 +55,8 @@ from ..recovery.runs import (
     FAR,
     FOR_VALIDATION,
     MAX_TOKENS,
+    NEAR,
+    NEAR_OWN,
     Clock,
     Pace,
     Progress,
@@ -166,6 +168,11 @@ class Run:
     def compares_with_teacher(self) -> bool:
         """Whether the references of the validation are the teacher's."""
         return self.one_language and not self.validation
+
+    @property
+    def near(self) -> float:
+        """Share of the teacher's chrF that a model near it has."""
+        return NEAR_OWN if self.compares_with_teacher else NEAR
 
     @property
     def longest(self) -> int:
@@ -302,7 +309,8 @@ class Run:
         seen = warn_of_overlap(self.folder, self.validation or self.data or "", names, self.sounds(names))
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
-        distance = self.find_distance(before["chrf"] / max(teacher["chrf"], 1))
+        kept = before["chrf"] / max(teacher["chrf"], 1)
+        distance = self.ratio if self.data is None else find_distance(self.ratio, kept, self.near)
         fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
         settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
         count = self.ask_for_texts(60 * minutes, translations, distance)
@@ -333,10 +341,6 @@ class Run:
         start = time.monotonic()
         found = trainer.evaluate()
         return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
-
-    def find_distance(self, kept: float) -> float:
-        """The ratio by which settings are chosen, of a model that has `kept` a share of its teacher's chrF."""
-        return self.ratio if self.data is None else find_distance(self.ratio, kept, own=self.compares_with_teacher)
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the teacher's translations of random sources, as the time allows, and return their number.
