@@ -25,7 +25,7 @@ LARGE, LIKELY = 20_000_000, 1.25
 AUTO = "auto"  # the candidate that mixes all forms
 # A few minutes of sound show little of an encoder. On other sound its errors cost more than predicted, about so many
 # times as much (measured on Whisper).
-UNHEARD = 8.0
+UNHEARD = 3.0
 K = TypeVar("K")
 Result = TypeVar("Result")
 # Choices of one slot of an alternative: forms for the same matrices, of which one is chosen.
