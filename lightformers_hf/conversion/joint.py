@@ -32,8 +32,8 @@ def fit_jointly(
     """Fit the layers of a model to its teacher's predictions, by new tensors in their parameters.
 
     Steps are those of Adafactor (Shazeer and Stern 2018), relative to the size of each tensor, so that one rate fits
-    all models. Their order is a function of the seed. Tables stay: to fit them, too, brought nothing, and most of the
-    time and memory were theirs.
+    all models. Their order is a function of the seed, in each of the `passes` over the batches. Tables stay: to fit
+    them, too, brought nothing, and most of the time and memory were theirs.
 
     Returns: the tensors as they were, in the order of `layer_parameters`.
     """
