@@ -55,6 +55,8 @@ LONGEST = 512
 # Default number of random sources for a large model, and the range of their lengths in tokens.
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
+FURTHER = 4  # so many times as many further sources are generated for the joint fit
+FITTED = 0.25  # the work for a token in a pass of the joint fit, beside that for one of the calibration
 # Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
 TOKEN_RULES = (
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
@@ -80,11 +82,16 @@ def draw_pairs(teacher: Teacher, options: CompressionOptions, study: StudyOption
     return sample_pairs(teacher.config, tokenizer, options, study)
 
 
-def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None) -> float:
-    """Tokens a side that `sample_text` will have, about."""
+def count_tokens(teacher: Teacher, options: CompressionOptions, pairs: Dataset | None, *, joint: bool) -> float:
+    """Tokens a side of the calibration text, about, and of the joint fit so many as take the same time."""
     if pairs is not None:
-        return len(pairs) * mean_tokens(teacher.config, teacher.need_tokenizer(), pairs)
-    return (options.calibration_samples or default_sources(teacher.model)[0]) * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
+        tokens = len(pairs) * mean_tokens(teacher.config, teacher.need_tokenizer(), pairs)
+        further = max(0.0, MOST_FITTED - tokens)
+    else:
+        sources = options.calibration_samples or default_sources(teacher.model)[0]
+        tokens = sources * (SHORTEST_SOURCE + LONGEST_SOURCE) / 2
+        further = 2 * FURTHER * tokens
+    return tokens + (FITTED * further if joint and options.calibration_samples is None else 0)
 
 
 def sample_text(
@@ -197,22 +204,35 @@ def sample_pairs(
     return pairs
 
 
-def further_pairs(
-    teacher: Teacher, options: CompressionOptions, study: StudyOptions, pairs: Dataset | None
-) -> Dataset | None:
-    """More pairs for a joint fit, with other sources than those of `draw_pairs`; half of the rest at most.
+def further_text(
+    model: PreTrainedModel,
+    teacher: Teacher,
+    options: CompressionOptions,
+    study: StudyOptions,
+    pairs: Dataset | None,
+) -> tuple[list[Batch], Sequence[str]]:
+    """More text for a joint fit, and its sources where the user gave them: other ones than those of `draw_pairs`.
 
-    `None` where the number of pairs was given, where they have no targets, and where there are no more.
+    Of the user's text it is half of the rest at most. There is none where `calibration_samples` are given, or where
+    the text has no more.
     """
-    if pairs is None or "target" not in pairs.column_names or options.calibration_samples is not None:
-        return None
+    if options.calibration_samples is not None:
+        return [], ()
+    if pairs is None:
+        samples = FURTHER * default_sources(model)[0]
+        return synthetic_batches(model, teacher, samples, study.calibration_seed + 1), ()
     tokenizer = teacher.need_tokenizer()
     number = math.ceil(MOST_FITTED / max(1, mean_tokens(teacher.config, tokenizer, pairs))) - len(pairs)
     if number <= 0:
-        return None
+        return [], ()
     corpus, known = _open(teacher.config, tokenizer, options), set(pairs["source"])
     more = corpus.sample(number, study.calibration_seed, without=known)
-    return more.select(range(min(len(more), max(0, corpus.rows - len(pairs)) // 2))) or None
+    more = more.select(range(min(len(more), max(0, corpus.rows - len(pairs)) // 2)))
+    if not len(more):
+        return [], ()
+    if "target" in more.column_names:
+        return parallel_batches(model, tokenizer, more), more["source"][:]
+    return translated_batches(model, teacher, more["source"][:]), more["source"][:]
 
 
 def _open(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions) -> Corpus:

@@ -31,10 +31,9 @@ from .calibration_speech import draw_pieces, sound_batches
 from .calibration_text import (
     count_tokens,
     draw_pairs,
-    further_pairs,
+    further_text,
     greedy_outputs,
     hold_out,
-    parallel_batches,
     sample_text,
 )
 from .card import model_card
@@ -85,7 +84,7 @@ class Measured:
     outputs: Sequence[Batch] = ()  # the teacher's greedy outputs of some of them
     maps: Mapping[str, Tensor] = field(default_factory=dict)  # `output_maps`, if features were removed
     held_out: bool = False  # whether these batches were held out of the calibration
-    further: Sequence[Batch] = ()  # of more pairs, for the joint fit
+    further: Sequence[Batch] = ()  # for the joint fit alone
     known: list[str] = field(default_factory=list)  # fingerprints of the user's sentences, or sounds
 
 
@@ -181,8 +180,8 @@ def try_joint_fit(model: PreTrainedModel, measured: Measured, before: Agreement,
     whole, calibration = cast(PreTrainedModel, measured.whole), cast(Calibration, measured.calibration)
     model.to(whole.device)
     batches = [*calibration.batches, *measured.further]
-    passes = 1 if len(measured.further) > len(calibration.batches) else 2
-    values = fit_jointly(model, whole, batches, seed, passes)
+    is_much = len(measured.further) > len(calibration.batches) and not calibration.self_generated
+    values = fit_jointly(model, whole, batches, seed, 1 if is_much else 2)
     agreement = replace(compare(model, whole, measured.compared, measured.outputs), held_out=measured.held_out)
     if not (agreement.divergence or 0.0) < (before.divergence or 0.0):  # as where it is NaN
         agreement = before
@@ -283,7 +282,7 @@ def measure(
             written = float(len(pairs) * (whole.config.max_position_embeddings or 0))
         else:
             given = pairs is not None and "target" in pairs.column_names
-            tokens = written = count_tokens(whole, options, pairs)
+            tokens = written = count_tokens(whole, options, pairs, joint="joint" in steps)
         tqdm.write(forecast(whole.model, tokens, written, given=given), file=sys.stderr)
     model = on_device(whole.model, device)
     if whole.feature_extractor is not None:
@@ -317,10 +316,8 @@ def measure(
         outputs = greedy_outputs(model, whole, agreed, translated=translated)
     further: Sequence[Batch] = ()
     if "joint" in steps and whole.feature_extractor is None:
-        more = further_pairs(whole, options, study, pairs)
-        if more is not None:
-            further = parallel_batches(model, whole.need_tokenizer(), more)
-            known |= {*map(fingerprint, more["source"])}
+        further, sources = further_text(model, whole, options, study, pairs)
+        known |= {*map(fingerprint, sources)}
     return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))
 
 

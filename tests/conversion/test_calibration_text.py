@@ -15,7 +15,7 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
     draw_pairs,
-    further_pairs,
+    further_text,
     mean_tokens,
     random_sources,
     random_texts,
@@ -89,7 +89,7 @@ def test_short_sentences_are_more_pairs_and_long_ones_are_not_fewer(tiny_marian,
     assert len(drawn(teacher, text, calibration_samples=40)) == 40
 
 
-def test_further_pairs_have_other_sources_and_leave_half_of_the_rest(
+def test_further_text_has_other_sources_and_leaves_half_of_the_rest(
     teacher, tmp_path, parallel_sentences, monkeypatch
 ):
     rows = [{"de": f"{pair['de']} {count}", "en": pair["en"]} for count in range(8) for pair in parallel_sentences]
@@ -97,17 +97,31 @@ def test_further_pairs_have_other_sources_and_leave_half_of_the_rest(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(module, "SAMPLES", 20)
     monkeypatch.setattr(module, "MOST_TOKENS", 1)
-    options = CompressionOptions(calibration=str(file), **SIDES)
-    pairs = draw_pairs(teacher, options, StudyOptions())
-    mean = mean_tokens(teacher.config, teacher.tokenizer, pairs)
-    for most, expected in ((1, None), (20 * mean, None), (35 * mean, 15), (10**6, (len(rows) - 20) // 2)):
-        monkeypatch.setattr(module, "MOST_FITTED", most)
-        more = further_pairs(teacher, options, StudyOptions(), pairs)
-        assert (more and len(more)) == expected
-    assert not set(more["source"]) & set(pairs["source"])
+    options, study = CompressionOptions(calibration=str(file), **SIDES), StudyOptions()
+    pairs = draw_pairs(teacher, options, study)
+    alone = pairs.remove_columns("target")
+    for drawn in (pairs, alone):
+        mean = mean_tokens(teacher.config, teacher.tokenizer, drawn)
+        for most, expected in ((1, 0), (20 * mean, 0), (35 * mean, 15), (10**6, (len(rows) - 20) // 2)):
+            monkeypatch.setattr(module, "MOST_FITTED", most)
+            batches, sources = further_text(teacher.model, teacher, options, study, drawn)
+            assert sum(len(batch["labels"]) for batch in batches) == len(sources) == expected
+            assert not set(sources) & set(pairs["source"])
     given = replace(options, calibration_samples=20)
-    for asked, drawn in ((given, pairs), (options, pairs.remove_columns("target")), (CompressionOptions(), None)):
-        assert further_pairs(teacher, asked, StudyOptions(), drawn) is None
+    for drawn in (pairs, alone, None):
+        assert further_text(teacher.model, teacher, given, study, drawn) == ([], ())
+
+
+def test_further_text_of_a_teacher_is_another_sample(teacher, monkeypatch):
+    monkeypatch.setattr(module, "SOURCES", 2)
+    monkeypatch.setattr(module, "LONGEST_SOURCE", 8)
+    own, study = CompressionOptions(), StudyOptions()
+    drawn = module.sample_text(teacher.model, teacher, own, study, None)
+    batches, sources = further_text(teacher.model, teacher, own, study, None)
+    assert sources == ()
+    rows = [{tuple(row.tolist()) for batch in some for row in batch["input_ids"]} for some in (drawn, batches)]
+    assert len(rows[1]) == 4 * sum(len(batch["labels"]) for batch in drawn)
+    assert not rows[0] & rows[1]
 
 
 def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, parallel_sentences):
