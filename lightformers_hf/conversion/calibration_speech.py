@@ -31,7 +31,7 @@ from ..speech import (
     transcript_tokens,
 )
 from .options import CompressionOptions, StudyOptions
-from .sensitivity import Batch
+from .sensitivity import GIVEN, Batch
 from .workers import Step, cast_weights, fast_products
 
 WINDOWS = 48  # pieces by default, each as long as the encoder reads
@@ -86,7 +86,7 @@ def sound_batches(
 
     They are in one row, each with positions from 0 on: the transcript without and with times, because engines ask for
     times and users do not, and some with errors. A few thousand tokens alone would show too little of the decoder.
-    Positions of the prompt, which no model predicts, are no labels.
+    Positions of the prompt, which no model predicts, have the label `GIVEN`.
     """
     config = model.generation_config = teacher.generation_config
     extractor, tokenizer = teacher.need_extractor(), teacher.need_tokenizer()
@@ -148,7 +148,7 @@ def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
     for prompt, tokens in rows:
         sequence = [*prompt, *tokens][: longest + 1]
         inputs += sequence[:-1]
-        labels += [*[-100] * (len(prompt) - 1), *sequence[len(prompt) :]]
+        labels += [*[GIVEN] * (len(prompt) - 1), *sequence[len(prompt) :]]
         positions += range(len(sequence) - 1)
     names = {"labels": labels, "decoder_input_ids": inputs, "decoder_position_ids": positions}
     return {name: torch.tensor([values]) for name, values in names.items()}

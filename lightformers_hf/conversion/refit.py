@@ -34,6 +34,7 @@ from .sensitivity import (
     encoder_inputs,
     memory_mask,
     model_inputs,
+    predicted_mask,
     stream_of,
     target_states,
     token_mask,
@@ -549,7 +550,7 @@ def balance(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequenc
     tokens: in the cross-entropy, only log Z − b·(teacher's) changes.
     """
     device = algebra_device(store.device)
-    every = max(1, sum(int((batch["labels"] != -100).sum()) for batch in batches) // BALANCED)
+    every = max(1, sum(int(predicted_mask(batch).sum()) for batch in batches) // BALANCED)
     target = torch.zeros(student.final_logits_bias.numel(), dtype=torch.float64, device=device)
     with cast_weights(teacher.lm_head):
         for probabilities in _probabilities("teacher", teacher, batches, store, every):
@@ -584,7 +585,7 @@ def _probabilities(
     """Yield the probabilities of all tokens at every n-th target token, tokens×V, a few tokens at a time."""
     for index, batch in enumerate(batches):
         states = store[who, "decoder", index]
-        for part in states[(batch["labels"] != -100).to(states.device)][::every].split(LOGIT_ROWS):
+        for part in states[predicted_mask(batch).to(states.device)][::every].split(LOGIT_ROWS):
             with fast_products(part.device):
                 logits = model.logits_of(part)
             yield logits.float().softmax(-1)
@@ -609,7 +610,7 @@ def compare(
         for batch in outputs:
             pairs = [[each.argmax(-1) for each in both] for both in _both_logits(student, teacher, batch)]
             predicted, wanted = (torch.cat(side).cpu() for side in zip(*pairs, strict=True))
-            mask = token_mask(batch, "target")
+            mask = predicted_mask(batch)
             differs = (predicted != wanted) & (wanted == batch["labels"][mask])
             exact += len(mask) - len(mask.nonzero()[differs, 0].unique())
     texts = sum(len(batch["labels"]) for batch in outputs)

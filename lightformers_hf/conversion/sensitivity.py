@@ -39,6 +39,9 @@ SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # multiples apart.
 PERIOD = 4093
 
+# The label of a token that is given, as that of a prompt: no model predicts it, and later tokens attend to it.
+GIVEN = -1
+
 Batch = dict[str, Tensor]
 
 
@@ -105,8 +108,9 @@ class Calibration:
     Args:
         model: a sequence-to-sequence model of this package, on the device where it is to run.
         linear: names of its linear layers.
-        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding) and `decoder_input_ids`; of a model for
-            speech `input_features`, whose mask marks the positions that count. Larger ones than `TOKENS` are cut.
+        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding, `GIVEN` given) and `decoder_input_ids`; of
+            a model for speech `input_features`, whose mask marks the positions that count. Larger ones than `TOKENS`
+            are cut.
         removed: share of the parameters that compression removes, which `find_temperature` takes.
         self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.
@@ -155,7 +159,7 @@ class Calibration:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.target_tokens = sum(int(token_mask(batch, "target").sum()) for batch in self.batches)
+        self.target_tokens = sum(int(predicted_mask(batch).sum()) for batch in self.batches)
         if not self.target_tokens:
             raise ValueError("calibration: the text has no token to predict; give other text with --calibration")
         for what in ("inputs", "gradients", "squares"):  # one value that is not finite makes all gradients so
@@ -228,8 +232,8 @@ class Calibration:
         with torch.enable_grad(), fast_products(device):
             with fast_passes(device):
                 states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state
-            states = states[masks["target"]]
-            keys = token_keys(batch).to(device)[masks["target"]]
+            predicted = predicted_mask(batch).to(device)
+            states, keys = states[predicted], token_keys(batch).to(device)[predicted]
             parts = zip(states.detach().split(LOGIT_ROWS), keys.split(LOGIT_ROWS), strict=True)
             gradients = torch.cat([self._gradient(*part) for part in parts])
             torch.autograd.grad(states, vectors, gradients)
@@ -357,12 +361,17 @@ def target_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the decoder states at the target tokens of a batch, tokens×d."""
     with fast_products(model.device):
         states = model.model(**model_inputs(batch, model.device), use_cache=False).last_hidden_state
-    return states[token_mask(batch, "target").to(states.device)]
+    return states[predicted_mask(batch).to(states.device)]
 
 
 def token_mask(batch: Batch, stream: str) -> Tensor:
     """Return the mask of the tokens of a batch's `source` or `target`, without padding."""
     return batch["attention_mask"].bool() if stream == "source" else batch["labels"] != -100
+
+
+def predicted_mask(batch: Batch) -> Tensor:
+    """Return the mask of the target tokens that the model is to predict: not padding, not a prompt."""
+    return batch["labels"] >= 0
 
 
 def stream_of(name: str) -> str:

@@ -11,8 +11,11 @@ from speech import RATE, make_whisper, sound, texts, write_speech
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 
 from lightformers_hf import convert, plan
+from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import allocation
-from lightformers_hf.conversion.calibration_speech import REPLACED, SAMPLES, draw_errors
+from lightformers_hf.conversion.calibration_speech import REPLACED, SAMPLES, draw_errors, draw_pieces, sound_batches
+from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
+from lightformers_hf.conversion.sensitivity import GIVEN, Calibration
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,24 @@ def test_the_dearer_the_errors_of_an_encoder_the_more_it_keeps(root, monkeypatch
         report = plan(root / "whisper", ratio=2, calibration=str(root / "with"), progress=False)
         kept.append(sum(one.parameters_after for one in report.matrices if one.name.startswith("encoder.")))
     assert kept[0] < kept[1] < kept[2]
+
+
+def test_the_prompt_is_measured_but_not_predicted(root):
+    """Later tokens attend to it: of a trained Whisper, errors there cost more than all others."""
+    teacher = read(root / "whisper")
+    options = CompressionOptions(ratio=2, calibration=str(root / "with"))
+    pieces = draw_pieces(teacher, options, StudyOptions())
+    batches = sound_batches(teacher.model, teacher, pieces, "en")
+    given = sum(int((batch["labels"] == GIVEN).sum()) for batch in batches)
+    rows = sum(int((batch["decoder_position_ids"] == 0).sum()) for batch in batches)
+    positions = sum(batch["labels"].numel() for batch in batches)
+    # Before the first token there are four with times off, and three with times on: all but the last predict a token
+    # of the prompt.
+    assert given == 3 * rows - len(batches)
+    name = "model.decoder.layers.0.self_attn.q_proj"
+    calibration = Calibration(teacher.model, [name], batches)
+    assert len(calibration.token_weights([name])) == positions
+    assert calibration.target_tokens == positions - given
 
 
 def test_removed_layers_leave_the_alignment_heads(root, tmp_path):
