@@ -23,9 +23,9 @@ HEADER_BYTES = 130
 # Of teachers with more parameters, a form alone is tried if its predicted cost is at most so many times the mixture's.
 LARGE, LIKELY = 20_000_000, 1.25
 AUTO = "auto"  # the candidate that mixes all forms
-# A few minutes of sound show little of an encoder. On other sound its errors cost more than predicted, say so many
-# times as much: of two Whisper models, base at ratio 1.5 was best at 2.5, tiny.en at ratio 2 at 12.
-UNHEARD = 3.0
+# A few minutes of sound show little of an encoder. On other sound its errors cost more than predicted, beside those
+# of the decoder: 8 times as much in whisper-base at ratio 1.5, 10 times in tiny.en at ratio 2.
+UNHEARD = 8.0
 K = TypeVar("K")
 Result = TypeVar("Result")
 # Choices of one slot of an alternative: forms for the same matrices, of which one is chosen.

@@ -239,8 +239,8 @@ def find_steps(
         steps.add("refit")
     elif originals.narrowed != 1 and study.refit is not False:  # before layers share weights
         steps.add("narrow")
-    if "weight" in steps and study.joint and study.refit is not False:
-        steps.add("joint")
+    if "weight" in steps and study.joint and study.refit is not False and not reads_sound(dense.config):
+        steps.add("joint")  # of sound it came out farther from the teacher on other sound
     if not steps and (needed := needs_calibration(options, study)) is not None:
         if not is_seq2seq:
             raise OptionError(
@@ -315,7 +315,7 @@ def measure(
         translated = pairs is None or "target" not in pairs.column_names
         outputs = greedy_outputs(model, whole, agreed, translated=translated)
     further: Sequence[Batch] = ()
-    if "joint" in steps and whole.feature_extractor is None:
+    if "joint" in steps:
         further, sources = further_text(model, whole, options, study, pairs)
         known |= {*map(fingerprint, sources)}
     return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))

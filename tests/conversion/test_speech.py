@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -99,6 +100,12 @@ def test_the_prompt_is_measured_but_not_predicted(root):
     calibration = Calibration(teacher.model, [name], batches)
     assert len(calibration.token_weights([name])) == positions
     assert calibration.target_tokens == positions - given
+
+
+def test_a_model_for_speech_gets_no_joint_fit(root, tmp_path, monkeypatch):
+    module = sys.modules["lightformers_hf.conversion.convert"]
+    monkeypatch.setattr(module, "fit_jointly", lambda *_: pytest.fail("fitted jointly"))
+    convert(root / "whisper", tmp_path / "light", ratio=4, calibration=str(root / "with"), progress=False)
 
 
 def test_removed_layers_leave_the_alignment_heads(root, tmp_path):
