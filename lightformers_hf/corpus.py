@@ -334,7 +334,10 @@ class Corpus:
                 row = source.parse(stored, position)
                 if row is None:
                     continue
-                texts = [self._text(row, name) for name in (self.source, self.target) if name]
+                names, inner = [name for name in (self.source, self.target) if name], row.get("translation")
+                if isinstance(inner, dict) and not row.keys() >= {*names}:  # as `select_texts`
+                    row = inner
+                texts = [self._text(row, name) for name in names]
             except ValueError as error:
                 place = f"{source.unit} {source.place(position)}"
                 if self.bad is None and place in str(error):
@@ -345,9 +348,9 @@ class Corpus:
                 continue
             yield put_prefix(self.prefix, texts[0]), texts[1] if self.target else ""
 
-    def _text(self, row: dict[str, Any], name: str) -> str:
-        inner = row.get("translation")
-        text = inner.get(name) if name not in row and isinstance(inner, dict) else row.get(name)
+    @staticmethod
+    def _text(row: dict[str, Any], name: str) -> str:
+        text = row.get(name)
         if isinstance(text, str):
             return text
         if text is None:

@@ -108,24 +108,30 @@ def add_prefix(
     config: object, source: str, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str:
     """`source` unchanged if it contains a prefix, otherwise with the prefix of the configuration for the two
-    languages, or with the code of the target language that a multilingual Marian `tokenizer` has.
+    languages, or with the code of the target language that a multilingual Marian `tokenizer` has. The only prefix of a
+    configuration is that of all sources, unless it is for a translation between other languages.
     """
     if split_prefix(source)[1]:
         return source
     column, goal = split_language(source)[0], split_language(target)[0]
-    prefix = code_prefix(tokenizer, target) or task_prefixes(config).get(f"translation_{column}_to_{goal}")
+    tasks, task = task_prefixes(config), f"translation_{column}_to_{goal}"
+    only = next(iter(tasks)) if len(tasks) == 1 else task
+    if not (only.startswith("translation_") and language_code(column) and language_code(goal)):
+        task = only
+    prefix = code_prefix(tokenizer, target) or tasks.get(task)
     return f"{column or ''}={prefix}" if prefix else source
 
 
 def find_prefixes(
     config: object, source: str | None, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[str]:
-    """Prefixes of sources: that of the two languages if they are given, otherwise those of every task, or the codes of
+    """Prefixes of sources: that of `add_prefix`, otherwise those of every task, if there are several, or the codes of
     every target language; at least "".
     """
     prefix = split_prefix(add_prefix(config, source or "", target, tokenizer))[1]
     codes = [f"{code} " for code in getattr(tokenizer, "supported_language_codes", ())]
-    return [prefix] if prefix else list(task_prefixes(config).values()) or codes or [""]
+    tasks = list(task_prefixes(config).values())
+    return [prefix] if prefix else tasks if len(tasks) > 1 else codes or [""]
 
 
 def choose_prefix(
@@ -137,7 +143,7 @@ def choose_prefix(
     columns: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> str:
-    """Prefix of every source: that of the two languages; without languages the only one."""
+    """Prefix of every source: that of `add_prefix`."""
     prefixes = task_prefixes(config)
     prefix = split_prefix(add_prefix(config, source or "", target, tokenizer))[1]
     if prefix or not prefixes or (columns and source):
@@ -151,8 +157,6 @@ def choose_prefix(
             f" are {source!r} and {target!r}, for which {name} has no prefix; it has those "
             f"of {known}. Give the languages of one of them, or a prefix that ends with a space: 'en=translate it: '",
         )
-    if len(prefixes) == 1:
-        return next(iter(prefixes.values()))
     logger.warning(
         f"{name} has a prefix for each of its tasks ({known}), and none is added: give source_lang and target_lang, "
         "or write a prefix before every text"

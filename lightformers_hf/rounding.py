@@ -7,9 +7,11 @@ then GPTQ.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ SCALES = np.linspace(1.0, 0.7, 13)  # tried shares of the scale that holds the l
 STORED = 0.01  # largest relative error by storing in 16 bits
 DAMPING = 0.01  # added to the diagonal of moments, relative to its mean
 LOOKUPS = 1.0  # the same for an embedding matrix that is also the output layer: the weight of its lookups
+MEMORY = re.compile(r"encoder_attn\.[kv]_proj$")  # matrices of a decoder that get the encoder's states
 
 
 def bits_of(quantization: str, width: int) -> int:
@@ -242,7 +245,7 @@ def rotate_factors(model: nn.Module) -> None:
 
 
 class Moments:
-    """Second moments of the inputs of all matrices of a model, in the order in which states meet its factors.
+    """Second moments of the inputs of all matrices at tokens, in the order in which states meet a matrix's factors.
 
     Args:
         model: in evaluation mode.
@@ -255,10 +258,22 @@ class Moments:
         inside = {id(part) for module in factorized for part in module.modules() if part is not module}
         plain = [module for module in model.modules() if isinstance(module, nn.Linear)]
         chosen = {id(module): module for module in (*factorized, *plain) if id(module) not in inside}
-        hooks = [module.register_forward_pre_hook(self._add) for module in chosen.values()]
+        memory = {id(module) for name, module in model.named_modules() if MEMORY.search(name)}
+        masks: dict[str, Tensor] = {}  # where tokens are, not padding; `own`: of the stack that states pass through
+
+        def enter(stack: str, *_: Any) -> None:
+            masks["own"] = masks[stack]
+
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._add(module, inputs[0][masks["encoder" if id(module) in memory else "own"]])
+
+        hooks = [module.register_forward_pre_hook(add) for module in chosen.values()]
+        for stack in ("encoder", "decoder"):
+            hooks.append(getattr(model.model, stack).register_forward_pre_hook(partial(enter, stack)))
         try:
             with torch.no_grad():
                 for batch in batches:
+                    masks |= {"encoder": batch["attention_mask"] > 0, "decoder": batch["labels"] >= 0}
                     model(**batch)
         finally:
             for hook in hooks:
@@ -268,15 +283,15 @@ class Moments:
         """Return Σ x·xᵀ (m×m) of the states that are multiplied with a matrix (m×n), `None` where none was."""
         return self._sums.get(_key(matrix))
 
-    def _add(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        (states, *_), factors = inputs, applied_factors(module)
+    def _add(self, module: nn.Module, states: Tensor) -> None:
+        """Add states (tokens×m), of an embedding ids."""
+        factors = applied_factors(module)
         if isinstance(module, nn.Embedding):
             table, *factors = factors
-            counts = torch.bincount(states.flatten(), minlength=len(table)).double()
+            counts = torch.bincount(states, minlength=len(table)).double()
             sums = table.double().T @ (counts[:, None] * table.double())
         else:
-            states = states.reshape(-1, states.shape[-1]).double()
-            sums = states.T @ states
+            sums = states.double().T @ states.double()
         for factor in factors:
             known = self._sums.get(_key(factor))
             self._sums[_key(factor)] = sums if known is None else known + sums

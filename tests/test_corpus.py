@@ -207,6 +207,23 @@ def test_shards_that_do_not_fit_name_themselves(tmp_path, caplog):
         corpus.sample(1, 0)
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_languages_inside_translation_go_together(tmp_path, name):
+    """A column beside them may have the name of one."""
+    rows = [{"de": f"{row['de'][:9]} (old)", "translation": row} for row in make_rows(20)]
+    file = tmp_path / name
+    if name == "x.jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        Dataset.from_list(rows).to_parquet(file)
+    pairs = load_parallel(str(file), source="de", target="en")
+    assert (
+        {*pairs["source"]}
+        == {row["translation"]["de"] for row in rows}
+        == {*Corpus(str(file), **SIDES).sample(20, 0)["source"]}
+    )
+
+
 def test_rows_in_memory_are_a_corpus():
     rows = Dataset.from_dict({"source": list("abc"), "target": list("xyz")})
     assert sorted(read_epoch(Corpus.of(rows))) == [("a", "x"), ("b", "y"), ("c", "z")]

@@ -59,16 +59,20 @@ def test_rotated_factors_are_the_same_model(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_moments_are_those_of_the_inputs(variant):
+def test_moments_are_those_of_the_inputs_at_tokens(variant):
     model = make_model("ConditionalGeneration", variant).eval()
-    batches = [collate([[5, 6, 7, 2], [8, 2]], [[6, 2], [9, 5, 2]], model.config.pad_token_id)] * 2
+    pairs = [([5, 6, 7, 2], [6, 2]), ([8, 2], [9, 5, 2])]
+    batches = [collate([source], [target], model.config.pad_token_id) for source, target in pairs]
     seen: list[torch.Tensor] = []
     module = next(module for name, module in model.named_modules() if name.endswith("layers.0.fc2"))
     hook = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, -2)))
     moments = Moments(model, batches)
     hook.remove()
-    states = torch.cat(seen).double()
-    states = states.detach()
+    padded = Moments(model, [collate(*zip(*pairs, strict=True), model.config.pad_token_id)])
+    assert moments._sums.keys() == padded._sums.keys()
+    for key, expected in moments._sums.items():
+        torch.testing.assert_close(padded._sums[key], expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
+    states = torch.cat(seen).double().detach()
     for factor in applied_factors(module):
         expected = states.T @ states
         torch.testing.assert_close(moments.of(factor), expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)

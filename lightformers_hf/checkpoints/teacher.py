@@ -161,6 +161,7 @@ def read(
         raise lacks_tokenizer() if folder is None else no_tokenizer(folder)
     if tokenizer is not None:
         check_tokenizer(tokenizer, where)
+        tokenizer.padding_side = "right"  # as `load_pretrained` has it
         check_vocabulary(tokenizer, config, where)
         starts = set_language_codes(tokenizer, *languages) or {}
     keep_prefix(config, *languages, tokenizer)

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 from conversion.vocabulary.checkpoints import make_checkpoint
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text as module
@@ -17,6 +17,7 @@ from lightformers_hf.conversion.calibration_text import (
     draw_pairs,
     further_text,
     mean_tokens,
+    parallel_batches,
     random_sources,
     random_texts,
     sample_pairs,
@@ -139,6 +140,15 @@ def test_of_one_language_its_tokens_count_alone(tiny_marian, teacher, tmp_path, 
 def test_longer_texts_than_the_model_takes_count_as_they_are_cut(teacher, text, monkeypatch):
     monkeypatch.setattr(module, "longest_text", lambda config, tokenizer: 4)
     assert mean_tokens(teacher.config, teacher.tokenizer, drawn(teacher, text, calibration_samples=20)) == 4
+
+
+def test_targets_begin_with_the_start_token_on_whichever_side_a_loaded_tokenizer_pads(tiny_marian, teacher, text):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_marian, padding_side="left")
+    own = read(AutoModelForSeq2SeqLM.from_pretrained(tiny_marian), tokenizer)
+    found, expected = (parallel_batches(one.model, one.tokenizer, drawn(one, text)) for one in (own, teacher))
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert tokenizer.padding_side == "left"
 
 
 def test_repeated_text_is_refused(teacher, tmp_path):

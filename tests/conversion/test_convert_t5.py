@@ -15,7 +15,7 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text, sensitivity
 from lightformers_hf.conversion.calibration_text import default_sources, random_texts, synthetic_batches
 from lightformers_hf.conversion.sensitivity import Calibration, Probes, token_keys
-from lightformers_hf.languages import add_prefix, find_prefixes, set_language_codes
+from lightformers_hf.languages import add_prefix, choose_prefix, find_prefixes, set_language_codes
 
 QUICK = {"progress": False, "calibration_samples": 32}
 
@@ -195,6 +195,14 @@ def test_prefixes_are_given_or_found(tmp_path):
     assert find_prefixes(config, "en", "de") == ["translate English to German: "]
     assert find_prefixes(config, None, None) == ["translate English to German: ", "summarize: "]
     assert find_prefixes(None, None, None) == [""]
+    config.task_specific_params = {"summarization": {"prefix": "summarize: "}}  # the only one is that of any columns
+    assert add_prefix(config, "document", "summary") == "document=summarize: "
+    assert choose_prefix(config, "de", "en", name="t5", columns=False) == "summarize: "
+    assert find_prefixes(config, None, None) == ["summarize: "]
+    config.task_specific_params = {"translation_en_to_de": {"prefix": "translate English to German: "}}
+    assert add_prefix(config, "text", "label") == "text=translate English to German: "
+    assert add_prefix(config, "de", "en") == "de"
+    assert find_prefixes(config, "de", "en") == [""]
     unknown = {"convert_tokens_to_ids": lambda *_: 3, "unk_token_id": 3}
     plain = type("Tokenizer", (), {"name_or_path": "plain", **unknown})()
     assert set_language_codes(plain, "en=say it: ", "de") is None
