@@ -54,6 +54,8 @@ MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846
 TESTS = ("test_2016_flickr", "test_2017_flickr")
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
 LANGUAGES = ("--source-lang", "de", "--target-lang", "en")
+# Models for speech, of which the first is the main one.
+WHISPERS = ("whisper-base", "whisper-tiny.en")
 UNITS = {
     "parameters_before": "parameters of the teacher",
     "parameters_after": "parameters, each counted once",
@@ -144,6 +146,10 @@ INPUTS = {
     "whisper-tiny.en": Input(
         "openai/whisper-tiny.en of the Hub (MIT), with weights in float16",
         {"model.safetensors": "27e6cbbc03132b9e95bc2ff4fe1a8c4ccb207f77998cc7567a3945b626b733f7"},
+    ),
+    "whisper-base": Input(
+        "openai/whisper-base of the Hub (MIT), with weights in float16",
+        {"model.safetensors": "2be218e4f1b5d055eee604bb1f92e17f5b36f316ff5366fb3db3a36c75258467"},
     ),
     "speech": Input(
         "72 utterances of LibriSpeech train-clean-100 (15 minutes, no transcripts) in calibration/; in validation/, "
@@ -445,35 +451,40 @@ def demo(lab: Lab) -> Rows:
 
 
 def whisper(lab: Lab) -> Rows:
-    """Whisper tiny.en at three ratios of its linear layers, beside principal components of its encoder alone."""
-    speech = ("--calibration", "inputs/speech/calibration")
+    """Two Whisper models at three ratios of their linear layers, beside principal components of an encoder alone."""
+    for teacher in WHISPERS:
+        yield {"teacher": teacher, "model": "teacher", "ratio": 1, **score_speech(lab, f"inputs/{teacher}")}
+        for ratio in (1.5, 2, 3):
+            name, report = compress_speech(lab, teacher, ratio)
+            row = {"teacher": teacher, "model": "converted", "ratio": ratio, **figures(report)}
+            yield {**row, **score_speech(lab, name)}
+    teacher, name, ratio = WHISPERS[0], f"whisper/{WHISPERS[0]}-pca", 1.25
+    options = ("--calibration", "inputs/speech/calibration", "--ratio", ratio)
+    found = lab.run(name, "pca_encoder.py", f"inputs/{teacher}", name, *options)
+    yield {"teacher": teacher, "model": "components", "ratio": ratio, **found, **score_speech(lab, name)}
 
-    def scores(model: str) -> dict[str, float]:
-        name = f"whisper/{Path(model).name}-validation"
-        data = ("--data", "inputs/speech/validation", "--source-lang", "en", "--no-speed")
-        return lab.run(name, "evaluate", model, *data)["model"]["scores"]
 
-    teacher = "whisper-tiny.en"
-    yield {"model": "teacher", "ratio": 1, **scores(f"inputs/{teacher}")}
-    for ratio in (1.5, 2, 3):
-        name = f"whisper/{ratio}"
-        report = lab.convert(teacher, name, "--ratio", ratio, "--pattern", "embedding=dense", *speech)
-        yield {"model": "converted", "ratio": ratio, **figures(report), **scores(name)}
-    for ratio in (1.25, 2):
-        name = f"whisper/pca-{ratio}"
-        found = lab.run(name, "pca_encoder.py", f"inputs/{teacher}", name, *speech, "--ratio", ratio)
-        yield {"model": "principal components, encoder alone", "ratio": ratio, **found, **scores(name)}
+def compress_speech(lab: Lab, teacher: str, ratio: float) -> tuple[str, dict]:
+    """Return the name of a model whose linear layers are smaller, and its report."""
+    name, options = f"whisper/{teacher}-{ratio}", ("--pattern", "embedding=dense", "--calibration")
+    return name, lab.convert(teacher, name, "--ratio", ratio, *options, "inputs/speech/calibration")
+
+
+def score_speech(lab: Lab, model: str) -> dict[str, float]:
+    """Return the error rates of a model for speech."""
+    data = ("--data", "inputs/speech/validation", "--source-lang", "en", "--no-speed")
+    name = f"whisper/{Path(model).name}-validation"
+    return lab.run(name, "evaluate", model, *data)["model"]["scores"]
 
 
 def whisper_recovered(lab: Lab) -> Rows:
-    """The model at ratio 2 of the experiment whisper after 30 minutes of one core, with the teacher's transcripts."""
-    speech, name = "inputs/speech/calibration", "whisper/2-recovered"
-    lab.convert("whisper-tiny.en", "whisper/2", "--ratio", 2, "--pattern", "embedding=dense", "--calibration", speech)
-    lab.run(name, "recover", "whisper/2", name, "--teacher", "inputs/whisper-tiny.en", "--data", speech, "--minutes",
-            30, "--overwrite")  # fmt: skip
-    data = ("--data", "inputs/speech/validation", "--source-lang", "en", "--no-speed")
-    scores = lab.run(f"{name}-validation", "evaluate", name, *data)["model"]["scores"]
-    yield {"model": "recovered", "ratio": 2, **scores}
+    """The first teacher's model at ratio 2 after 30 minutes of one core, with the teacher's transcripts."""
+    teacher = WHISPERS[0]
+    start, _ = compress_speech(lab, teacher, 2)
+    name, speech = f"{start}-recovered", "inputs/speech/calibration"
+    lab.run(name, "recover", start, name, "--teacher", f"inputs/{teacher}", "--data", speech, "--minutes", 30,
+            "--overwrite")  # fmt: skip
+    yield {"teacher": teacher, "model": "recovered", "ratio": 2, **score_speech(lab, name)}
 
 
 def whisper_engines(lab: Lab) -> Rows:
@@ -549,8 +560,8 @@ EXPERIMENTS = {
     "parts": Experiment(parts, ("multi30k",), 245, (42, 0)),
     "transfer": Experiment(transfer, ("multi30k",), 90, (42, 0)),
     "demo": Experiment(demo, (), 10),
-    "whisper": Experiment(whisper, ("whisper-tiny.en", "speech"), 45),
-    "whisper_recovered": Experiment(whisper_recovered, ("whisper-tiny.en", "speech"), 45),
+    "whisper": Experiment(whisper, (*WHISPERS, "speech"), 70),
+    "whisper_recovered": Experiment(whisper_recovered, ("whisper-base", "speech"), 45),
     "whisper_engines": Experiment(whisper_engines, ("whisper-tiny.en", "speech"), 60),
 }
 
