@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, cycle
+from itertools import cycle
 from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
@@ -110,17 +110,30 @@ def sample_text(
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]:
-    """Split batches into those for calibration and those with every tenth sentence; of short texts, `None`."""
+    """Split batches into those for calibration and those with every tenth source; of short texts, `None`.
+
+    A source that comes again, with another target, is on one side alone.
+    """
     counts = [len(batch["labels"]) for batch in batches]
     if sum(counts) < FEWEST_SENTENCES:
         return list(batches), None
     kept, held = [], []
-    for batch, seen in zip(batches, accumulate(counts, initial=HELD_OUT // 2), strict=False):
-        aside = (torch.arange(len(batch["labels"])) + seen) % HELD_OUT == 0
+    numbers: dict[object, int] = {}
+    for batch in batches:
+        places = [numbers.setdefault(source, len(numbers)) for source in _sources(batch)]
+        aside = torch.tensor(places) % HELD_OUT == HELD_OUT // 2
         for rows, part in ((~aside, kept), (aside, held)):
             if rows.any():
                 part.append({name: tensor[rows] for name, tensor in batch.items()})
-    return kept, cut_batches(held)
+    return kept, cut_batches(held) or None
+
+
+def _sources(batch: Batch) -> list[object]:
+    """A key of each source of a batch: its tokens; sounds are all different."""
+    if "input_ids" not in batch:
+        return [object() for _ in batch["labels"]]
+    pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    return [tuple(ids[mask].tolist()) for ids, mask in pairs]
 
 
 def greedy_outputs(

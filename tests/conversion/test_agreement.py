@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conversion.reports import matrix, report_of
 from tiny import sizes, word_tokenizer
 from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration
@@ -29,12 +30,27 @@ PAD, END, FIRST, ALPHABET = 1, 2, 4, 24
 @pytest.mark.parametrize("sizes", [[99], [100], [64, 37, 32], [1] * 250])
 def test_every_tenth_sentence_is_held_out(sizes):
     rows = torch.arange(sum(sizes))
-    batches = [{"input_ids": part[:, None], "labels": part[:, None]} for part in rows.split(sizes)]
+    names = ("input_ids", "attention_mask", "labels")
+    batches = [dict.fromkeys(names, part[:, None] + 1) for part in rows.split(sizes)]
     kept, held = hold_out(batches)
     found = [torch.cat([batch["labels"] for batch in part]).flatten() if part else rows[:0] for part in (kept, held)]
-    assert torch.equal(torch.cat(found).sort().values, rows)
+    assert torch.equal(torch.cat(found).sort().values, rows + 1)
     assert len(found[1]) == (0 if len(rows) < 100 else pytest.approx(len(rows) / 10, abs=1))
     assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in kept + (held or []))
+
+
+def test_a_source_with_several_targets_is_held_out_with_all_of_them():
+    """Whatever padding its batches have."""
+    rows = torch.randperm(150, generator=torch.Generator().manual_seed(0))
+    batches = []
+    for width, part in enumerate(rows.split(32)):
+        ids, ones = (F.pad(column[:, None], (0, width)) for column in (part // 5, torch.ones_like(part)))
+        batches.append({"input_ids": ids, "attention_mask": ones, "labels": part[:, None]})
+    kept, held = hold_out(batches)
+    found = [{int(ids[0]) for batch in part for ids in batch["input_ids"]} for part in (kept, held)]
+    assert found[0] | found[1] == {*range(30)}
+    assert len(found[1]) == 3
+    assert not found[0] & found[1]
 
 
 def letters(rows: list[list[int]]) -> torch.Tensor:
@@ -139,7 +155,7 @@ def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(
         for method in ("auto", "low-rank", "narrow")
     }
     found = {method: report.agreement.divergence for method, report in reports.items()}
-    assert found["auto"] <= min(found.values()) * (1.1 if batch == 1024 else 1.6)  # 512 tokens show little
+    assert found["auto"] <= min(found.values()) * (1.1 if batch == 1024 else 2)  # 512 tokens show little
     assert found["low-rank"] != found["narrow"]
     candidates = reports["auto"].candidates
     assert (candidates["low-rank"]["divergence"] == pytest.approx(found["low-rank"])) == (batch == 1024)
@@ -196,7 +212,7 @@ def test_equal_outputs_are_those_of_generate(sure_teacher, tmp_path):
     folder, data, batch = sure_teacher
     options = {"source_lang": "source", "target_lang": "target", "calibration": str(data)}
     report = convert(folder, tmp_path / "light", ratio=3, progress=False, **options)
-    assert report.agreement.texts == 18
+    assert report.agreement.texts == 20  # of 15 sources
     teacher, light = read(folder), read(tmp_path / "light").model
     mask = batch["input_ids"] != PAD
     outputs = greedy_outputs(teacher.model, teacher, [batch | {"attention_mask": mask.long()}], translated=False)

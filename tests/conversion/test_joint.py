@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_values_that_come_no_nearer_are_not_kept(tiny_marian, without, tmp_path,
 def test_further_pairs_are_fitted_once_where_they_are_more(
     tiny_marian, tmp_path, parallel_sentences, monkeypatch, most, passes, expected
 ):
-    rows = [{"de": f"{pair['de']} {count}", "en": pair["en"]} for count in range(16) for pair in parallel_sentences]
+    ends = map("".join, product("ae", repeat=4))  # in tokens that the tokenizer has
+    rows = [{"de": f"{pair['de']} {end}", "en": pair["en"]} for end in ends for pair in parallel_sentences]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, value in {"SAMPLES": 18, "MOST_TOKENS": 1, "FEWEST_SENTENCES": 10}.items():
         monkeypatch.setattr(calibration_text, name, value)
