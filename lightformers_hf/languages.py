@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .options import OptionError
@@ -119,7 +120,18 @@ def add_prefix(
     if not (only.startswith("translation_") and language_code(column) and language_code(goal)):
         task = only
     prefix = code_prefix(tokenizer, target) or tasks.get(task)
+    if not prefix and source and tasks:
+        warn_of_prefixes(source, ", ".join(tasks))
     return f"{column or ''}={prefix}" if prefix else source
+
+
+@cache
+def warn_of_prefixes(source: str, known: str) -> None:
+    """Say once that no prefix of a model is put before its sources."""
+    logger.warning(
+        f"The configuration has prefixes for tasks ({known}), and none for {source!r}: texts stay as they are. If the "
+        f"model reads them behind a prefix, give it, with a space at its end: --source-lang '{source}=summarize: '"
+    )
 
 
 def find_prefixes(

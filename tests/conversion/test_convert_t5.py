@@ -182,7 +182,7 @@ def test_a_start_whose_vector_is_zero_weighs_nothing(tmp_path):
     assert found[table].vectors["tokens"][1] == 0
 
 
-def test_prefixes_are_given_or_found(tmp_path):
+def test_prefixes_are_given_or_found(tmp_path, caplog):
     tasks = {
         "translation_en_to_de": {"prefix": "translate English to German: "},
         "summarization": {"prefix": "summarize: ", "num_beams": 4},
@@ -192,6 +192,8 @@ def test_prefixes_are_given_or_found(tmp_path):
     assert add_prefix(config, "en", "de") == "en=translate English to German: "
     assert add_prefix(config, "en=say it: ", "de") == "en=say it: "
     assert add_prefix(config, "de", "en") == "de"
+    assert [add_prefix(config, "article", "highlights") for _ in range(2)] == ["article"] * 2
+    assert caplog.text.count("give it, with a space at its end: --source-lang 'article=summarize: '") == 1
     assert find_prefixes(config, "en", "de") == ["translate English to German: "]
     assert find_prefixes(config, None, None) == ["translate English to German: ", "summarize: "]
     assert find_prefixes(None, None, None) == [""]
