@@ -329,12 +329,13 @@ class Corpus:
 
         Raises `ValueError` that names file and line of a damaged row, unless these are skipped.
         """
+        names = [name for name in (self.source, self.target) if name]
         for source, position, stored in rows:
             try:
                 row = source.parse(stored, position)
                 if row is None:
                     continue
-                names, inner = [name for name in (self.source, self.target) if name], row.get("translation")
+                inner = row.get("translation")
                 if isinstance(inner, dict) and not row.keys() >= {*names}:  # as `select_texts`
                     row = inner
                 texts = [self._text(row, name) for name in names]

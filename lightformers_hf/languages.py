@@ -105,24 +105,34 @@ def put_prefix(prefix: str, text: str, tokenizer: PreTrainedTokenizerBase | None
     return text if text.startswith(prefix) or has_code else prefix + text
 
 
-def add_prefix(
+def prefix_of(
     config: object, source: str, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str:
-    """`source` unchanged if it contains a prefix, otherwise with the prefix of the configuration for the two
-    languages, or with the code of the target language that a multilingual Marian `tokenizer` has. The only prefix of a
-    configuration is that of all sources, unless it is for a translation between other languages.
+    """The prefix that `source` contains, otherwise that of the configuration for the two languages, or the code of the
+    target language that a multilingual Marian `tokenizer` has, or "".
+
+    The only prefix of a configuration is that of all sources, unless it is for a translation between other languages.
     """
-    if split_prefix(source)[1]:
-        return source
-    column, goal = split_language(source)[0], split_language(target)[0]
+    column, prefix = split_prefix(source)
+    if prefix:
+        return prefix
+    goal = split_language(target)[0]
     tasks, task = task_prefixes(config), f"translation_{column}_to_{goal}"
     only = next(iter(tasks)) if len(tasks) == 1 else task
     if not (only.startswith("translation_") and language_code(column) and language_code(goal)):
         task = only
-    prefix = code_prefix(tokenizer, target) or tasks.get(task)
+    return code_prefix(tokenizer, target) or tasks.get(task, "")
+
+
+def add_prefix(
+    config: object, source: str, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """`source` unchanged if it contains a prefix, otherwise with that of `prefix_of`."""
+    column, own = split_prefix(source)
+    prefix, tasks = prefix_of(config, source, target, tokenizer), task_prefixes(config)
     if not prefix and source and tasks:
         warn_of_prefixes(source, ", ".join(tasks))
-    return f"{column or ''}={prefix}" if prefix else source
+    return source if own or not prefix else f"{column}={prefix}"
 
 
 @cache
@@ -137,10 +147,10 @@ def warn_of_prefixes(source: str, known: str) -> None:
 def find_prefixes(
     config: object, source: str | None, target: str | None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[str]:
-    """Prefixes of sources: that of `add_prefix`, otherwise those of every task, if there are several, or the codes of
+    """Prefixes of sources: that of `prefix_of`, otherwise those of every task, if there are several, or the codes of
     every target language; at least "".
     """
-    prefix = split_prefix(add_prefix(config, source or "", target, tokenizer))[1]
+    prefix = prefix_of(config, source or "", target, tokenizer)
     codes = [f"{code} " for code in getattr(tokenizer, "supported_language_codes", ())]
     tasks = list(task_prefixes(config).values())
     return [prefix] if prefix else tasks if len(tasks) > 1 else codes or [""]
@@ -155,12 +165,14 @@ def choose_prefix(
     columns: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> str:
-    """Prefix of every source: that of `add_prefix`."""
-    prefixes = task_prefixes(config)
-    prefix = split_prefix(add_prefix(config, source or "", target, tokenizer))[1]
-    if prefix or not prefixes or (columns and source):
+    """Prefix of every source: that of `prefix_of`."""
+    prefixes, prefix = task_prefixes(config), prefix_of(config, source or "", target, tokenizer)
+    if prefix or not prefixes:
         return prefix
     known = ", ".join(prefixes)
+    if columns and source:
+        warn_of_prefixes(source, known)
+        return ""
     if source or target:
         raise OptionError(
             "source_lang",

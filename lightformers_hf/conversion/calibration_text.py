@@ -114,14 +114,15 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch] | None]
 
     A source that comes again, with another target, is on one side alone.
     """
-    counts = [len(batch["labels"]) for batch in batches]
-    if sum(counts) < FEWEST_SENTENCES:
+    if sum(len(batch["labels"]) for batch in batches) < FEWEST_SENTENCES:
         return list(batches), None
     kept, held = [], []
     numbers: dict[object, int] = {}
     for batch in batches:
-        places = [numbers.setdefault(source, len(numbers)) for source in _sources(batch)]
-        aside = torch.tensor(places) % HELD_OUT == HELD_OUT // 2
+        aside = (
+            torch.tensor([numbers.setdefault(source, len(numbers)) for source in _sources(batch)]) % HELD_OUT
+            == HELD_OUT // 2
+        )
         for rows, part in ((~aside, kept), (aside, held)):
             if rows.any():
                 part.append({name: tensor[rows] for name, tensor in batch.items()})
@@ -223,7 +224,7 @@ def further_text(
     options: CompressionOptions,
     study: StudyOptions,
     pairs: Dataset | None,
-) -> tuple[list[Batch], Sequence[str]]:
+) -> tuple[Sequence[Batch], Sequence[str]]:
     """More text for a joint fit, and its sources where the user gave them: other ones than those of `draw_pairs`.
 
     Of the user's text it is half of the rest at most. There is none where `calibration_samples` are given, or where
@@ -241,11 +242,7 @@ def further_text(
     corpus, known = _open(teacher.config, tokenizer, options), set(pairs["source"])
     more = corpus.sample(number, study.calibration_seed, without=known)
     more = more.select(range(min(len(more), max(0, corpus.rows - len(pairs)) // 2)))
-    if not len(more):
-        return [], ()
-    if "target" in more.column_names:
-        return parallel_batches(model, tokenizer, more), more["source"][:]
-    return translated_batches(model, teacher, more["source"][:]), more["source"][:]
+    return (sample_text(model, teacher, options, study, more), more["source"][:]) if len(more) else ([], ())
 
 
 def _open(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: CompressionOptions) -> Corpus:

@@ -108,9 +108,9 @@ class Calibration:
     Args:
         model: a sequence-to-sequence model of this package, on the device where it is to run.
         linear: names of its linear layers.
-        batches: `input_ids`, `attention_mask`, `labels` (−100 is padding, `GIVEN` given) and `decoder_input_ids`; of
-            a model for speech `input_features`, whose mask marks the positions that count. Larger ones than `TOKENS`
-            are cut.
+        batches: `input_ids`, `attention_mask`, `labels` and `decoder_input_ids`; of a model for speech
+            `input_features`, whose mask marks the positions that count. The label of padding is −100, that of a prompt
+            `GIVEN`. Larger batches than `TOKENS` are cut.
         removed: share of the parameters that compression removes, which `find_temperature` takes.
         self_generated: whether the text is of random tokens.
         alike: whether all tokens have the same weight in C; for comparison.

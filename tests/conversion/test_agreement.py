@@ -149,13 +149,13 @@ def test_the_default_method_is_the_candidate_that_is_nearest_to_the_teacher(
     folder, data, _ = sure_teacher
     monkeypatch.setattr(refit, "TOKENS", batch)
     options = {"ratio": 3, "calibration": str(data), "source_lang": "source", "target_lang": "target"}
-    options["study"] = StudyOptions(joint=False)  # which is after the choice
+    options["study"] = StudyOptions(joint=False, calibration_seed=1)  # the fit is after the choice
     reports = {
         method: convert(folder, tmp_path / method, method=method, progress=False, **options)
         for method in ("auto", "low-rank", "narrow")
     }
     found = {method: report.agreement.divergence for method, report in reports.items()}
-    assert found["auto"] <= min(found.values()) * (1.1 if batch == 1024 else 2)  # 512 tokens show little
+    assert found["auto"] <= min(found.values()) * (1.1 if batch == 1024 else 1.6)  # 512 tokens show little
     assert found["low-rank"] != found["narrow"]
     candidates = reports["auto"].candidates
     assert (candidates["low-rank"]["divergence"] == pytest.approx(found["low-rank"])) == (batch == 1024)
