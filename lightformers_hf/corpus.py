@@ -34,6 +34,7 @@ from .text import (
     check_file_type,
     decode_line,
     find_files,
+    find_row_languages,
     find_texts,
     hub_name,
     list_files,
@@ -335,9 +336,7 @@ class Corpus:
                 row = source.parse(stored, position)
                 if row is None:
                     continue
-                inner = row.get("translation")
-                if isinstance(inner, dict) and not row.keys() >= {*names}:  # as `select_texts`
-                    row = inner
+                row = find_row_languages(row, names)
                 texts = [self._text(row, name) for name in names]
             except ValueError as error:
                 place = f"{source.unit} {source.place(position)}"

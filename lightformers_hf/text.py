@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -97,7 +97,7 @@ def find_texts(
         return "text", None, prefix
     target = split_language(target)[0]
     source, names = column if source else None, (column, target or split_language(default[1])[0] or "")
-    rows = _find_languages(rows, names)
+    rows = find_languages(rows, names)
     single = len(rows.column_names) == 1
     alone = single or (source in rows.column_names and target is None and default[1] not in rows.column_names)
     if not alone:
@@ -172,10 +172,10 @@ def _load_files(files: Sequence[str], first: int | None, bad: Bad) -> Dataset:
 def select_texts(rows: Dataset, data: str, source: str, target: str | None) -> Dataset:
     """The columns `source` and `target` (unless that is `None`) under these names, checked to be text."""
     if target is not None:
-        rows = _find_languages(rows, (source, target))
+        rows = find_languages(rows, (source, target))
         source, target = _pair_columns(rows, data, source, target)
     elif source not in rows.column_names:
-        rows = _find_languages(rows, (source, source))
+        rows = find_languages(rows, (source,))
     names = {"source": source} | ({"target": target} if target is not None else {})
     texts = rows.select_columns([*names.values()])
     texts = texts.rename_columns({old: new for new, old in names.items() if old != new})
@@ -219,14 +219,20 @@ def choose_pair(pairs: Dataset, source: str, target: str) -> tuple[str, str]:
     return (names[0], names[1]) if words else (source, target)
 
 
-def _find_languages(pairs: Dataset, names: tuple[str, str]) -> Dataset:
+def find_languages(rows: Dataset, names: Collection[str | None]) -> Dataset:
     """The languages inside a column `translation` as columns of their own, unless there are columns of these names."""
-    if not {*names} <= {*pairs.column_names}:
-        pairs = pairs.flatten() if "translation" in pairs.column_names else pairs
-        languages = {n: n.removeprefix("translation.") for n in pairs.column_names if n.startswith("translation.")}
+    if not {*names} <= {*rows.column_names}:
+        rows = rows.flatten() if "translation" in rows.column_names else rows
+        languages = {n: n.removeprefix("translation.") for n in rows.column_names if n.startswith("translation.")}
         if languages:
-            pairs = pairs.select_columns(list(languages)).rename_columns(languages)
-    return pairs
+            rows = rows.select_columns(list(languages)).rename_columns(languages)
+    return rows
+
+
+def find_row_languages(row: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """As `find_languages`, of a row that was read alone."""
+    inner = row.get("translation")
+    return inner if isinstance(inner, dict) and not {*names} <= row.keys() else row
 
 
 def _shorten(name: str) -> str:

@@ -20,7 +20,7 @@ from ..languages import split_language
 from ..loading import load_pretrained
 from ..models.configuration_lightformer import FactorizedConfig
 from ..options import OptionError
-from ..text import is_lines, load_lines, load_rows
+from ..text import find_languages, is_lines, load_lines, load_rows
 from ..vocabularies import narrow_fields, read_vocabularies, single_ids, token_axes
 from .options import CompressionOptions
 
@@ -163,10 +163,9 @@ def read_texts(names: Sequence[str], columns: tuple[str | None, str | None]) -> 
             its columns of text are of both sides, and so are lines.
     """
     for name in names:
-        rows = load_lines(Path(name)) if is_lines(name) else load_rows(name).flatten()
-        short = {column.removeprefix("translation."): column for column in rows.column_names}
+        rows = find_languages(load_lines(Path(name)) if is_lines(name) else load_rows(name), columns)
         named = zip(("source", "target"), columns, strict=True)
-        sides = [(side, short[column]) for side, column in named if column in short]
+        sides = [(side, column) for side, column in named if column in rows.column_names]
         kinds = {column: getattr(kind, "dtype", "") for column, kind in rows.features.items()}
         sides = sides or [(BOTH, column) for column, kind in kinds.items() if kind in ("string", "large_string")]
         found = False

@@ -22,7 +22,7 @@ from ..files import read_json
 from ..languages import add_prefix, put_prefix, split_prefix, target_ids
 from ..loading import position_limit, printable_name
 from ..options import OptionError
-from ..text import check_known, is_lines, load_lines, load_parallel, load_rows
+from ..text import check_known, find_languages, is_lines, load_lines, load_rows, select_texts
 from .search import Search
 
 if TYPE_CHECKING:
@@ -291,17 +291,15 @@ def read_pairs(
         lines = load_lines(Path(text))
         sources = list(lines["text"]) if len(lines) else []
     else:
-        rows = load_rows(text).flatten()
-        there = {name.removeprefix("translation."): name for name in rows.column_names}
-        if first not in there:
-            raise OptionError(
-                "", f"{text} has no column {first!r}: it has {', '.join(map(repr, there))}; give ", "source_lang"
-            )
-        if second in there:
-            pairs = load_parallel(text, source=first, target=second)
+        rows = find_languages(load_rows(text), (first, second))
+        if first not in rows.column_names:
+            there = ", ".join(map(repr, rows.column_names))
+            raise OptionError("", f"{text} has no column {first!r}: it has {there}; give ", "source_lang")
+        if second in rows.column_names:
+            pairs = select_texts(rows, text, first, second)
             sources, references = list(pairs["source"]), list(pairs["target"])
         else:
-            sources = [str(text or "") for text in rows[there[first]]]
+            sources = [str(text or "") for text in rows[first]]
     others = references or sources
     kept = [index for index, pair in enumerate(zip(sources, others, strict=True)) if all(map(str.strip, pair))]
     if len(kept) < FEWEST:
