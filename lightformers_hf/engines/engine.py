@@ -120,8 +120,9 @@ class Engine:
         """Tokens as of `generate`, the mean log p of a token, the end's too, and whether the output ends by itself."""
         sentences = self._sentences(batch)
         search = self._options(sentences, num_beams, max_new_tokens, None)
-        if (scored := getattr(self.model, "generate_scored", None)) is not None:
-            found = scored(sentences, search)
+        # A search that forbids tokens at some steps has log p over the others.
+        if not (search.no_repeat_ngram_size or search.min_new_tokens) and hasattr(self.model, "generate_scored"):
+            found = self.model.generate_scored(sentences, search)
         else:
             outputs = self.model.generate(sentences, search)
             bare = [ids[:-1] if ids and ids[-1] in search.ends else ids for ids in outputs]

@@ -100,11 +100,20 @@ def test_several_processes_write_what_one_writes(teacher, data, tmp_path, format
 
 
 @pytest.mark.skipif(find_spec("ctranslate2") is None, reason="needs ctranslate2")
-@pytest.mark.parametrize(("beams", "penalty"), [(1, 1.0), (2, 1.0), (2, 0.0), (3, 0.6)])
-def test_the_engines_log_probabilities_are_those_of_its_tokens(teacher, parallel_sentences, tmp_path, beams, penalty):
-    """Whatever the length penalty is that the search divides them by."""
+@pytest.mark.parametrize(
+    ("beams", "changes"),
+    [
+        (1, {}),
+        (2, {"length_penalty": 0.0}),
+        (3, {"length_penalty": 0.6}),
+        (1, {"no_repeat_ngram_size": 1}),
+        (2, {"min_new_tokens": 12}),
+    ],
+)
+def test_the_engines_log_probabilities_are_those_of_its_tokens(teacher, parallel_sentences, tmp_path, beams, changes):
+    """Whatever the search divides them by, and whatever tokens it forbids at some steps."""
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(teacher), AutoTokenizer.from_pretrained(teacher)
-    model.generation_config.length_penalty = penalty
+    model.generation_config.update(**changes)
     export(model, tmp_path / "deployed", tokenizer=tokenizer, to="ctranslate2", quantization="float32")
     engine = load_engine(tmp_path / "deployed")
     ids = tokenizer([pair["de"] for pair in parallel_sentences])["input_ids"]

@@ -118,6 +118,7 @@ function fit(sentence, start) {
 
 async function translate(text) {
   let [translation, tokens, cut, seconds] = ["", 0, 0, 0];
+  if (text.startsWith(prefix)) text = text.slice(prefix.length);
   let start = prefix; // or the code of the target language before the line, >>spa<<, for each of its sentences
   for (const segment of segments(text)) {
     let [, before, sentence, after] = segment.match(/^(\s*)([\s\S]*?)(\s*)$/);
