@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -195,7 +195,7 @@ def evaluate_text(
     generation |= {"max_new_tokens": call.max_new_tokens} if call.max_new_tokens is not None else {}
     sources, references = list(pairs["source"]), list(pairs["target"])
     metrics = choose_metrics(call.metrics, sources, references)
-    warn_of_overlap(light, data, sources)
+    warn_of_overlap(light, data, sources, map(fingerprint, sources))
     options: dict[str, Any] = {"batch_size": call.batch_size, "progress": call.progress} | generation
     outputs = {role: translate(sources, *loaded[role], prefix="", split=False, **options) for role in names}
     language, measured = language_code(target, loaded["model"][1]), {}
@@ -235,7 +235,8 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
     for role, (*sizes, rate) in found["measured"].items():
         measured[role], rates[role] = replace(Measurements(*sizes), real_time_factor=rate), rate
     ratio = rates["teacher"] / rates["model"] if "teacher" in rates else None
-    warn_of_overlap(folders["model"], data, *found["sounds"])
+    sounds, fingerprints = found["sounds"]
+    warn_of_overlap(folders["model"], data, sounds, fingerprints, "sounds")
     return Evaluation(
         measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", found["sentences"],
         generation, found["signatures"], found["differences"],
@@ -283,14 +284,12 @@ def calibrated_on(model: str | Path) -> set[str]:
     return set(read_json(resolve_source(model) / REPORT_FILE).get("calibrated_on", ()))
 
 
-def warn_of_overlap(model: str | Path, data: str, sources: list[str], sounds: Sequence[str] | None = None) -> int:
-    """Return how many sentences to be scored the conversion was calibrated on, with a warning.
-
-    Of names of sounds, `sounds` are the fingerprints.
-    """
-    known, what = calibrated_on(model), "sentences" if sounds is None else "sounds"
-    found = map(fingerprint, sources) if sounds is None else sounds
-    if seen := [source for source, one in zip(sources, found, strict=True) if one in known]:
+def warn_of_overlap(
+    model: str | Path, data: str, sources: list[str], fingerprints: Iterable[str], what: str = "sentences"
+) -> int:
+    """Return how many sentences (or names of sounds) to be scored the conversion was calibrated on, with a warning."""
+    known = calibrated_on(model)
+    if seen := [source for source, one in zip(sources, fingerprints, strict=True) if one in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} {what} of {data} were among those that {printable_name(model)} was "
             f"calibrated on, so its scores are too good; for example: {seen[0]}"

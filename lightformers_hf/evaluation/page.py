@@ -18,7 +18,7 @@ from ..conversion.report import CompressionReport, read_report
 from ..files import REPORT_FILE, STATE_FILE, as_kind, read_json
 from ..loading import load_pair, printable_name, resolve_source
 from ..options import OptionError, takes
-from ..text import load_parallel
+from ..text import fingerprint, load_parallel
 from . import plots
 from .comparison import EngineComparison
 from .evaluate import Evaluation, Measurements, choose_columns, warn_of_overlap
@@ -208,7 +208,7 @@ def _translate_samples(call: ReportArguments, data: str) -> list[dict[str, Any]]
     count = min(call.samples, len(pairs))
     pairs = pairs.select([i * len(pairs) // count for i in range(count)])
     sources = list(pairs["source"])
-    warn_of_overlap(call.model, data, sources)
+    warn_of_overlap(call.model, data, sources, map(fingerprint, sources))
     generation = {"num_beams": model.generation_config.num_beams or 1, "progress": call.progress} | generation
     outputs = {role: translate(sources, *pair, split=False, **generation) for role, pair in loaded.items()}
     return _compare_samples(sources, pairs["target"], outputs)

@@ -55,7 +55,7 @@ class SoundRun(Run):
     Pieces of a batch are joined to windows as long as the encoder reads, because silence costs as much as speech.
     """
 
-    auto_model = AutoModelForSpeechSeq2Seq
+    auto_model, unit = AutoModelForSpeechSeq2Seq, "sounds"
     cpu_attention = None
     near = NEAR_SOUND
 
@@ -96,8 +96,8 @@ class SoundRun(Run):
             raise OptionError("data", " is missing: a model for speech recovers from sound, give a folder of it")
         return Corpus.of(self.read_sound(self.data), name=self.data)
 
-    def sounds(self, names: list[str]) -> list[str]:
-        return [self.pieces[name].sounds[0] for name in names]
+    def fingerprints(self, sources: list[str]) -> list[str]:
+        return [self.pieces[name].sounds[0] for name in sources]
 
     def read_validation(self, data: str) -> Dataset:
         return self.read_sound(data)

@@ -126,6 +126,7 @@ class Run:
     metrics: list[str] = field(init=False)
     last_pool: Any = field(init=False, default=None)  # pairs, and what was made of them
     auto_model: ClassVar[Any] = AutoModelForSeq2SeqLM
+    unit: ClassVar[str] = "sentences"  # of the validation
     cpu_attention: ClassVar[str | None] = "eager"  # with sentences, it trains faster than the fused kernel
 
     @classmethod
@@ -212,7 +213,7 @@ class Run:
                 held = f"{corpus.rows} text{'s' * (corpus.rows != 1)}"
                 raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
             names = texts["source"][:]
-            seen = [one in known for one in self.sounds(names) or map(fingerprint, names)]
+            seen = [one in known for one in self.fingerprints(names)]
             held_out = texts.select(sorted(range(len(texts)), key=seen.__getitem__)[:size])
             if not corpus.has_targets:
                 sources = held_out["source"][:]
@@ -227,9 +228,9 @@ class Run:
             raise ValueError(f"{self.data} holds only the text of the validation: give other text")
         return corpus, held_out
 
-    def sounds(self, names: list[str]) -> list[str] | None:
-        """Fingerprints of sounds with these names; `None` of text."""
-        return None
+    def fingerprints(self, sources: list[str]) -> list[str]:
+        """Fingerprints of sentences, or of sounds with these names."""
+        return list(map(fingerprint, sources))
 
     def read_validation(self, data: str) -> Dataset:
         """The pairs of the validation that was given."""
@@ -305,8 +306,8 @@ class Run:
         # Five of these validations fit into the time.
         taken = max(50, int(FOR_VALIDATION * 60 * minutes / 5 / self.time_each()))
         self.shorten_validation(min(taken, len(self.held_out)))
-        names = self.held_out["source"][:]
-        seen = warn_of_overlap(self.folder, self.validation or self.data or "", names, self.sounds(names))
+        names, data = self.held_out["source"][:], self.validation or self.data or ""
+        seen = warn_of_overlap(self.folder, data, names, self.fingerprints(names), self.unit)
         before, evaluation_seconds = self.measure(self.model)
         teacher, _ = self.measure(self.distiller)
         kept = before["chrf"] / max(teacher["chrf"], 1)
