@@ -72,7 +72,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         for form in wanted:
             for name, parts in sites[form].items():
                 if set(parts) <= set(matrices):
-                    slots.setdefault(parts, []).append(form(name, dense, sources.get(name), is_alone))
+                    slots.setdefault(parts, []).append(form(name, parts, dense, sources.get(name), is_alone))
         return [[slots[parts] for parts in cover] for cover in _covers(matrices, slots)]
 
     units: list[Unit] = []
@@ -85,7 +85,8 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
         taken.update(matrices)
         holders = {name: find_holder(name) for name in matrices}
         if any(holders.values()) or any(map(is_settled, matrices)):
-            units.append([[[(form or forms[0])(name, dense, sources[name])] for name, form in holders.items()]])
+            kept = {name: form or forms[0] for name, form in holders.items()}
+            units.append([[[form(name, sites[form][name], dense, sources[name])] for name, form in kept.items()]])
             continue
         kind = dense.get_submodule(matrices[0]).kind
         method = getattr(study, f"{kind}_method", None)
@@ -163,26 +164,20 @@ def choose(
         known = costs if method == AUTO else {site: choices.alone() for site, choices in costs.items()}
         slots = [[[{site: known[site] for site in slot} for slot in slots] for slots in unit] for unit in offers]
         try:
-            settings = allocate(slots, available)
+            allocated = allocate(slots, available)
         except ValueError:
             if method == AUTO:
                 raise
             continue  # this form alone does not become so small
-        cost = sum(costs[site].cost_of(setting) for site, setting in settings.items())
+        cost = sum(costs[site].cost_of(setting) for site, setting in allocated.items())
+        settings = fixed | allocated
         is_likely = method == AUTO or cost <= most * found[AUTO][1]
         if is_likely and settings not in [each for each, _ in found.values()]:
             found[method] = settings, cost
     return {
-        method: Proposal(
-            [Choice(site, setting, costs.get(site)) for site, setting in sort_settings(fixed | settings)], cost
-        )
+        method: Proposal([Choice(site, settings[site], costs.get(site)) for site in sort_by_size([*settings])], cost)
         for method, (settings, cost) in found.items()
     }
-
-
-def sort_settings(settings: Mapping[Form, Setting]) -> list[tuple[Form, Setting]]:
-    """Return sites and settings, largest site first."""
-    return [(site, settings[site]) for site in sort_by_size(list(settings))]
 
 
 def keep_form(unit: Unit, method: str) -> Unit:

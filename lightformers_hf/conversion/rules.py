@@ -12,7 +12,7 @@ import math
 import numbers
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -57,17 +57,23 @@ def worth_factorizing(m: int, n: int, rank: int) -> bool:
     return rank * (m + n) < m * n
 
 
+def read_percentage(text: str) -> float:
+    """Return the share that a percentage without its sign stands for."""
+    return float(text) / 100
+
+
 class RankRule(ABC):
     """A rule for ranks: a data class with the decorator `@register_rule`."""
 
     spelling: ClassVar[str]  # in the option `pattern`, a regular expression; its groups are the arguments of `read`
     example: ClassVar[str]  # the spelling in words, for messages
+    number: ClassVar[Callable[[str], float]] = float  # of a group
     needs_spectrum: ClassVar[bool] = False  # whether the choice depends on the singular values
 
     @classmethod
     def read(cls, *groups: str) -> RankRule:
         """Return the rule that a spelling stands for. Raises `ValueError` for a number out of range."""
-        return cls(*map(float, groups))
+        return cls(*map(cls.number, groups))
 
     @abstractmethod
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
@@ -96,15 +102,11 @@ class FixedRank(RankRule):
     """The number of singular values kept of each matrix; at least 1."""
 
     rank: int
-    spelling, example = r"(\d+)", "a rank (64)"
+    spelling, example, number = r"(\d+)", "a rank (64)", int
 
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, numbers.Integral) and self.rank >= 1):
             raise OptionError("rank", f" is {self.rank!r}, expected a whole number, 1 or more")
-
-    @classmethod
-    def read(cls, *groups: str) -> RankRule:
-        return cls(*map(int, groups))
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
         if self.rank > min(m, n):
@@ -146,15 +148,11 @@ class Energy(RankRule):
     """The share of the sum of squared singular values kept; in (0, 1]."""
 
     energy: float
-    spelling, example, needs_spectrum = r"(\d+(?:\.\d+)?)%", "an energy (90%)", True
+    spelling, example, number, needs_spectrum = r"(\d+(?:\.\d+)?)%", "an energy (90%)", read_percentage, True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.energy, numbers.Real) and 0 < self.energy <= 1):
             raise OptionError("energy", f" is {self.energy!r}, expected a share above 0 and at most 1")
-
-    @classmethod
-    def read(cls, *groups: str) -> RankRule:
-        return cls(*(float(group) / 100 for group in groups))
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor) -> int:
         return rank_for_energy(singular_values, self.energy)
@@ -168,7 +166,7 @@ class RankShare(RankRule):
     """
 
     share: float
-    spelling, example = Energy.spelling, "a share of the singular values (25%)"
+    spelling, example, number = Energy.spelling, "a share of the singular values (25%)", read_percentage
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -177,10 +175,6 @@ class RankShare(RankRule):
                 f" is {100 * self.share:g}%, expected a share of the singular values above 0% and at most 100%, "
                 "such as 25%",
             )
-
-    @classmethod
-    def read(cls, *groups: str) -> RankRule:
-        return cls(*(float(group) / 100 for group in groups))
 
     def find_rank(self, name: str, m: int, n: int, singular_values: Tensor | None) -> int:
         return max(1, math.floor(self.share * min(m, n) + 1e-9))  # 0.28 · 25 is just below 7

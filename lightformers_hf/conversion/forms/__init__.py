@@ -114,6 +114,7 @@ class Form(ABC):
     """A site of a model, with its possible settings."""
 
     name: str  # name of the site's module, with the head's `model.`
+    matrices: tuple[str, ...]  # those of the site, as of `sites`
     dense: PreTrainedModel  # skeleton of the model before anything gets smaller
     source: nn.Module | None = None  # the teacher's module of that name; `None` if layers are merged
     is_alone: bool = False  # whether its matrices have this form alone
@@ -136,11 +137,6 @@ class Form(ABC):
     def holds(cls, module: nn.Module) -> bool:
         """Whether a module of the source has this form already: then `None` leaves it in it."""
         return False
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """The matrices of the site."""
-        return type(self).sites(self.dense)[self.name]
 
     def parts(self, setting: Setting) -> Iterator[tuple[type[Form], str, int]]:
         """Yield (form, matrix, its rank or width there) for every matrix, and for every form of it."""

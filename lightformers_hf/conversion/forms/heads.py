@@ -83,10 +83,6 @@ class NarrowerHeads(Block):
         return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, sizes), strict=True))
 
     @property
-    def matrices(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}.{part}" for part in PARTS)
-
-    @property
     def widths(self) -> list[int]:
         """All widths that its heads can have, the teacher's last."""
         return list(range(1, self.dense.get_submodule(self.name).head_dim + 1))

@@ -57,10 +57,6 @@ class LowRank(Form):
         return rank_of(module) is not None
 
     @property
-    def matrices(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    @property
     def least(self) -> Setting:
         m, n = self.shape_of(self.name)
         return 1 if m + n < m * n else None

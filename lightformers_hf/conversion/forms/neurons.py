@@ -148,10 +148,6 @@ class FewerNeurons(Block):
             patterns |= pattern
         return {**fields, "ffn_dim_pattern": patterns}
 
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}.{part}" for part in (GATED_PARTS if self.dense.config.gated_ffn else PARTS))
-
     def _moments(self, originals: Originals) -> tuple[Tensor, Tensor]:
         """Covariance and mean of the activations, or second moment and zero where the network adds no bias.
 
