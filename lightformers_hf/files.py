@@ -12,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
@@ -325,13 +325,17 @@ def list_entries(folder: Path, manifest: str = MANIFEST_FILE) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path != folder / manifest)
 
 
+def shorten_list(names: Sequence[str], most: int) -> str:
+    """The first names, with commas between, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def refuse_foreign(folder: Path, foreign: list[str]) -> None:
     """Raise `FileExistsError` where a folder that is to be replaced holds anything `foreign`."""
     if foreign:
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise FileExistsError(
-            f"{folder} holds {names}, which this package did not write there and does not overwrite: give another "
-            "folder, or remove it yourself"
+            f"{folder} holds {shorten_list(foreign, 3)}, which this package did not write there and does not "
+            "overwrite: give another folder, or remove it yourself"
         )
 
 

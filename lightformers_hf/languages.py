@@ -97,7 +97,7 @@ def code_prefix(tokenizer: PreTrainedTokenizerBase | None, target: str | None) -
     return token if tokenizer is not None and target and split_code(token, tokenizer)[0] else ""
 
 
-def put_prefix(prefix: str, text: str, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+def put_prefix(prefix: str, text: str) -> str:
     """A text behind a prefix, unless it begins with the prefix or with a code of another target language."""
     from .models.pipelines import CODE  # needs libraries
 

@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from . import models
 from .files import EXPORT_FILE, TOKENIZER_FILES, check_folder, explain_unwritable, find_folder, read_json
 from .languages import set_languages
-from .matrices import NOWHERE
+from .matrices import NOWHERE, STACKS
 from .models.configuration_lightformer import FactorizedConfig
 from .models.layers import SinusoidalPositions
 from .processors import check_device, usual_settings
@@ -179,7 +179,7 @@ def check_stored(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
     largest = max((math.prod(shape) for shape in shapes.values()), default=1)
     for field, value in vars(config).items():
         stack = field.partition("_")[0]
-        if stack in ("encoder", "decoder") and not any(stack in stored for stored in shapes):
+        if stack in STACKS and not any(stack in stored for stored in shapes):
             continue  # the other stack in the configuration of a single stack is not built
         if field.endswith("layers"):
             most, what = max(DEPTHS, len(shapes)), f"{len(shapes)} tensors are stored"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 NOWHERE = torch.device("meta")  # of a skeleton's tensors
+STACKS = ("encoder", "decoder")  # as in the names of modules and fields
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,6 +161,6 @@ class OptionError(ValueError):
         return "".join(names.get(part, part) if index % 2 == 0 else part for index, part in enumerate(self.parts))
 
 
-def join_options(names: list[str], word: str = " and ") -> list[str]:
+def join_options(names: list[str]) -> list[str]:
     """Parts of a message that enumerate options."""
-    return [part for name in names for part in (name, word)][:-1]
+    return [part for name in names for part in (name, " and ")][:-1]

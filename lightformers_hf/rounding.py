@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .matrices import STACKS
+
 LARGEST = 127  # value in int8, and sum of two neighbours in a row before rounding, which adds one at most
 BLOCK = 32  # values with one scale
 LEAST, LEVELS = -8, 16
@@ -268,7 +270,7 @@ class Moments:
             self._add(module, inputs[0][masks["encoder" if id(module) in memory else "own"]])
 
         hooks = [module.register_forward_pre_hook(add) for module in chosen.values()]
-        for stack in ("encoder", "decoder"):
+        for stack in STACKS:
             hooks.append(getattr(model.model, stack).register_forward_pre_hook(partial(enter, stack)))
         try:
             with torch.no_grad():

@@ -22,7 +22,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import explain_unwritable, write_whole
+from .files import explain_unwritable, shorten_list, write_whole
 from .languages import put_prefix, split_language, split_prefix, target_ids
 from .options import OptionError
 
@@ -415,8 +415,7 @@ def list_files(data: str, files: Sequence[str]) -> None:
     """Log which files a folder or a pattern stands for."""
     if [os.path.expanduser(data)] != [*files]:
         names = [os.path.basename(file) for file in files]
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        logger.warning(f"{data}: {len(names)} file{'s' * (len(names) != 1)}, {', '.join(names[:10])}{more}")
+        logger.warning(f"{data}: {len(names)} file{'s' * (len(names) != 1)}, {shorten_list(names, 10)}")
 
 
 def check_file_type(path: Path) -> None:

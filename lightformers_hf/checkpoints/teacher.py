@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from .. import models
-from ..files import check_folder
+from ..files import check_folder, shorten_list
 from ..in_memory import AnyModel, check_tokenizer_of, is_loaded, lacks_tokenizer, model_name
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
@@ -54,11 +54,12 @@ from ..loading import (
     stored_tensors,
     take_forced_start,
 )
+from ..matrices import STACKS
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..speech import complete_generation
 from ..stored import CheckpointReader, raise_unless_damaged
 from ..vocabularies import check_ids, renumber_generation
-from .families import SHARED, STACKS, Family, find_family
+from .families import SHARED, Family, find_family
 
 if TYPE_CHECKING:
     from ..conversion.vocabulary import KeptTokens
@@ -250,13 +251,13 @@ def match_tensors(
             )
     if unknown:
         raise ValueError(
-            f"{where} holds tensors its configuration has no place for: {_listing(unknown)}. If the outputs "
+            f"{where} holds tensors its configuration has no place for: {shorten_list(unknown, 5)}. If the outputs "
             "do not need them, load the model with from_pretrained and save it with save_pretrained, without them"
         )
     omitted = {name: family.substitute(name, expected[name].shape, config) for name in expected.keys() - names.keys()}
     missing = [name for name in expected if name in omitted and omitted[name] is None]
     if missing:
-        raise ValueError(f"{where} lacks tensors its configuration asks for: {_listing(missing)}")
+        raise ValueError(f"{where} lacks tensors its configuration asks for: {shorten_list(missing, 5)}")
     for name, key in names.items():
         if (dtype := tensors[key].dtype) not in WEIGHT_TYPES:
             raise ValueError(
@@ -278,11 +279,6 @@ def match_tensors(
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
     return (first.data_ptr() == second.data_ptr() and first.shape == second.shape) or torch.equal(first, second)
-
-
-def _listing(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _generation_config(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
+from ..matrices import STACKS
 from .refit import total_divergence
 from .sensitivity import Batch, cut_batches, target_states
-from .sharing import STACKS
 from .workers import AT_ONCE, Step, cast_weights, fast_passes, map_in_threads
 
 TOKENS = 1024  # of a step, on both sides with padding

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..matrices import Weight, bias_of, product_of
+from ..matrices import STACKS, Weight, bias_of, product_of
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ..processors import give_back_memory
 from .forms import Form, all_forms, change_moment, change_outputs
@@ -39,7 +39,7 @@ from .sensitivity import (
     target_states,
     token_mask,
 )
-from .sharing import STACKS, find_matrices
+from .sharing import find_matrices
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
 # Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.

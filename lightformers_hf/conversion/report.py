@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 from ..checkpoints.cards import inherited_metadata
 from ..files import REPORT_FILE, as_kind, read_json, write_json
 from ..loading import tensor_bytes
+from ..matrices import STACKS
 from ..results import Result
 from .options import DEFAULT_RATIO, HOW_FAR, SHAPES
 from .rules import rank_with_sharing, worth_factorizing
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 OWN_TEXT = "text that the model made itself"
 DENSE = "dense"
-STACKS = ("encoder", "decoder")
 # Below this share, sentences differ from the teacher's (docs/results/confident.md).
 CLIFF = 0.8
 

@@ -18,15 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.teacher import Teacher
 from ..loading import skeleton, stored_tensors
-from ..matrices import Weight, bias_of
+from ..matrices import STACKS, Weight, bias_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig, check_groups
 from ..models.stack import group_layers
 from ..options import OptionError
 from .moments import INPUT_DAMPING, Metric, damped_root
 from .options import GROUPS, CompressionOptions, StudyOptions
 from .sensitivity import Calibration
-
-STACKS = ("encoder", "decoder")
 
 
 def short_name(name: str) -> str:

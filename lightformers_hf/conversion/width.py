@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.teacher import Teacher, copy_model, on_device, reads_sound, replace_model
 from ..loading import stored_tensors
-from ..matrices import product_of
+from ..matrices import STACKS, product_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..models.heads import ConditionalGenerationHead
 from ..models.layers import MultiHeadAttention
@@ -29,7 +29,7 @@ from .forms import split_widths
 from .moments import INPUT_DAMPING, damped_root
 from .refit import bridge, compare, thin_out
 from .sensitivity import Batch, Calibration, stream_of
-from .sharing import STACKS, change_basis, find_matrices
+from .sharing import change_basis, find_matrices
 
 UNIT = 32  # features in a block of int4, of ONNX
 TABLES, WRITERS = ("shared", "embed_tokens"), ("out_proj", "fc2")

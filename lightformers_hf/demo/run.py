@@ -33,6 +33,7 @@ from transformers import (
 from ..evaluation.translate import load_translator, translate
 from ..files import atomic_output, find_foreign, json_text, read_json, refuse_foreign, write_whole
 from ..loading import build_network, load_pretrained
+from ..matrices import STACKS
 from ..processors import has_fast_bf16
 from ..recovery import RecoveryTrainer, one_process
 from ..recovery.runs import Progress, RecoverySettings, training_arguments
@@ -188,7 +189,7 @@ def write_teacher(folder: Path, corpus: Path, settings: DemoSettings) -> None:
     end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
     ids = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": padding}
     fields: dict[str, Any] = {"vocab_size": len(tokenizer), "d_model": settings.d_model, "dropout": 0.0, **ids}
-    for stack in ("encoder", "decoder"):
+    for stack in STACKS:
         fields |= {f"{stack}_ffn_dim": settings.ffn_dim, f"{stack}_attention_heads": settings.heads}
         fields[f"{stack}_layers"] = getattr(settings, f"{stack}_layers")
     fields |= {"activation_function": "swish", "scale_embedding": True, "static_position_embeddings": True}
@@ -210,10 +211,9 @@ def train_model(
     *,
     steps: int,
     learning_rate: float,
-    label_smoothing: float = 0.0,
-    teacher: PreTrainedModel | None = None,
-) -> list[tuple[int, float]]:
-    """Train a model on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
+    label_smoothing: float,
+) -> None:
+    """Train a model on the CPU with a progress bar."""
     bar = tqdm(total=steps, desc="training", unit="step")
     with one_process(), tempfile.TemporaryDirectory() as scratch, bar:
         # Not batches of one length by a token budget: sentences of one length are often of one template here, and such
@@ -229,11 +229,9 @@ def train_model(
             train_dataset=tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST),
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
             callbacks=[Progress(bar)],
-            teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..checkpoints.teacher import Teacher, reads_sound
 from ..files import write_json
-from ..matrices import Weight
+from ..matrices import STACKS, Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..rounding import (
     BLOCK,
@@ -50,7 +50,6 @@ from .shortlist import Shortlist
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
 QUANTIZATIONS = ("float32", "int8", "float16", "int4")
 BESIDE = ("float32", "float16")  # types that `export` writes before int8, in this order: `load` prefers the last
-SIDES = ("encoder", "decoder")
 SPEECH_SIZES = ("num_mel_bins", "max_source_positions", "max_target_positions", "median_filter_width")
 LARGEST_FILE = 2**31 - 1  # limit of a message of protocol buffers
 OPSET, IR_VERSION = 20, 9  # supported by ONNX Runtime from 1.17
@@ -117,7 +116,7 @@ def write_config(source: Teacher, folder: Path, prefix: str) -> None:
         fields |= {"num_heads": config.decoder_attention_heads, "d_ff": config.decoder_ffn_dim}
     else:
         sizes = ("layers", "attention_heads", "ffn_dim")
-        fields |= {name: getattr(config, name) for side in SIDES for name in (f"{side}_{size}" for size in sizes)}
+        fields |= {name: getattr(config, name) for side in STACKS for name in (f"{side}_{size}" for size in sizes)}
         others = SPEECH_SIZES if is_speech else ("decoder_vocab_size", "max_position_embeddings")
         fields |= {name: getattr(config, name) for name in others}
     written = AutoConfig.for_model(family, **fields).to_dict()

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..matrices import STACKS
 from .quality import METRICS, labels
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ DARK = ("#56b4e9", "#f0b93f", "#2fc79b", "#ff8a4c", "#e5a5c8", "#7c9cff")
 WIDTH = 10  # inches of a picture
 LETTERS = 105  # side by side in its legend
 LINE = 0.27  # inches of each of the legend's further lines, which a picture grows by
-STACKS = ("encoder", "decoder")
 BLOCKS = ("self-attention", "cross-attention", "feed-forward")
 QUALITY = (*METRICS, "accuracy")  # measures that trainings log, 0 to 100
 Paint = Callable[[list[Axes]], None]

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -486,26 +485,17 @@ def _work(step: str, number: int) -> int:
 
 def run_in_pool(job: Job, processes: int, step: str, numbers: Sequence[int]) -> Iterator[int]:
     """As many shards at once as there are processes, which end with this one."""
-    with _as_parent():
-        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (job,))
-        try:
-            yield from (done.result() for done in as_completed(pool.submit(_work, step, number) for number in numbers))
-        except BrokenProcessPool:
-            raise OSError(
-                "a process of the work was killed, probably because memory is full: the same command with fewer "
-                "processes (--processes) resumes; complete shards stay"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _as_parent() -> Iterator[None]:
-    """Inside, processes that are started end with this one (`end_with_parent`)."""
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[PARENT] = str(os.getpid())  # for `end_with_parent`
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (job,))
     try:
-        yield
+        yield from (done.result() for done in as_completed(pool.submit(_work, step, number) for number in numbers))
+    except BrokenProcessPool:
+        raise OSError(
+            "a process of the work was killed, probably because memory is full: the same command with fewer "
+            "processes (--processes) resumes; complete shards stay"
+        ) from None
     finally:
+        pool.shutdown(cancel_futures=True)
         os.environ.pop(PARENT, None)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...matrices import STACKS
 from ...models.configuration_lightformer import FactorizedConfig, LightFormerConfig
 from ...models.layers import make_positions
 
@@ -31,7 +32,6 @@ SHARED_FIELDS = (
     "forced_eos_token_id"
 ).split()
 TASK_FIELDS = ("prefix", "task_specific_params")  # what a pipeline puts before its texts, and its settings of tasks
-STACKS = ("encoder", "decoder")
 SHARED = "model.shared.weight"  # the token table of both stacks
 POSITION_TABLES = r"model\.(encoder|decoder)\.embed_positions\.weights?"
 # Stored tables of sinusoids differ from those computed here by rounding, and by the precision of the frequencies.

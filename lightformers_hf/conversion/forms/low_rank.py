@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...matrices import Weight, rank_of
+from ...matrices import STACKS, Weight, rank_of
 from ..moments import Metric
 from ..rules import RankPolicy
-from ..sharing import STACKS, Originals, find_matrices, short_name
+from ..sharing import Originals, find_matrices, short_name
 from . import Choices, Form, Setting, Shaped, commonest, register_form
 from .svd import Split, decompose, singular_values, tail_energies
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...matrices import Weight
+from ...matrices import STACKS, Weight
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
 from ..rules import RankPolicy
-from ..sharing import STACKS, Originals, short_name
+from ..sharing import Originals, short_name
 from . import Choices, Setting, Shaped, change_moment, find_blocks, register_form, split_widths
 from .block import Block
 
