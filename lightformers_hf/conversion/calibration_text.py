@@ -151,7 +151,7 @@ def greedy_outputs(
     parts = [join_batches(*picked[start : start + BATCH]) for start in range(0, len(picked), BATCH)]
     if translated:
         return parts
-    limit = (position_limit(model.config) or LONGEST) - 1
+    limit = positions_of(model.config) - 1
     most = [min(2 * batch["labels"].shape[1], limit) for batch in parts]
     inputs = ((batch["input_ids"], batch["attention_mask"]) for batch in parts)
     return _with_targets("comparing outputs", model, teacher, inputs, most)
@@ -172,9 +172,14 @@ def parallel_batches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     return [{name: batch[name] for name in names} for batch in batches]
 
 
+def positions_of(config: PreTrainedConfig) -> int:
+    """The positions of a model, or `LONGEST`."""
+    return position_limit(config) or LONGEST
+
+
 def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens after which texts are cut."""
-    return min(position_limit(config) or LONGEST, tokenizer.model_max_length)
+    return min(positions_of(config), tokenizer.model_max_length)
 
 
 def mean_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: Dataset) -> float:
@@ -256,8 +261,7 @@ def _open(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options:
 
 def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int) -> list[Batch]:
     """Batches as `Calibration` takes them, from the teacher alone."""
-    tokenizer = teacher.tokenizer
-    limit = position_limit(model.config) or LONGEST
+    tokenizer, limit = teacher.tokenizer, positions_of(model.config)
     number, size = (samples, BATCH) if samples else default_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
     prefixes = find_prefixes(model.config, *teacher.languages, tokenizer)
@@ -294,7 +298,7 @@ def random_sources(
 ) -> list[list[int]]:
     """Ids of so many sources of random tokens, short ones first, without special tokens."""
     frequencies, generator = token_frequencies(tokenizer, config), torch.Generator().manual_seed(seed)
-    limit = position_limit(config) or LONGEST
+    limit = positions_of(config)
     longest = min(LONGEST_SOURCE, limit - 2)
     if longest < 1:
         raise ValueError(f"max_position_embeddings is {limit} in {name}: no text fits, which needs 3 or more")
@@ -318,9 +322,8 @@ def random_texts(
 
 def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str]) -> list[Batch]:
     """Batches of the user's texts with the teacher's translations."""
-    tokenizer = teacher.need_tokenizer()
-    positions = position_limit(model.config) or LONGEST
-    limit = {"truncation": True, "max_length": min(positions, tokenizer.model_max_length)}
+    tokenizer, positions = teacher.need_tokenizer(), positions_of(model.config)
+    limit = {"truncation": True, "max_length": longest_text(model.config, tokenizer)}
     sources = sorted(filter(str.strip, texts), key=len)
     shares = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]

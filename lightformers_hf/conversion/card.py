@@ -12,12 +12,12 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from ..checkpoints.cards import MARK, as_code, as_plain_text, drop_strange_link, load_template
+from ..checkpoints.families import all_families
 from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
 from ..text import is_file_name
 from .forms.low_rank import LowRank
 from .report import CompressionReport, ModelFacts
 
-TRANSLATORS = ("marian", "m2m_100")  # families that do nothing else
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -132,7 +132,7 @@ def model_card(
     inherited = drop_strange_link(report.inherited) if report else {}
     if report and report.languages:
         inherited["language"] = _hub_languages(report.languages)
-    translates = results or (report and report.family in TRANSLATORS)
+    translates = results or (report and getattr(all_families().get(report.family), "translates", False))
     task = inherited.get("pipeline_tag") or TASKS.get(facts.auto_class) or ("translation" if translates else None)
     relation = {"base_model_relation": "finetune"} if inherited.get("base_model") else {}
     low_rank = report is not None and any(matrix.form == LowRank.label for matrix in report.matrices)

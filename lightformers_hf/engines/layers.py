@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ..checkpoints.families import all_families
 from ..checkpoints.teacher import Teacher, read, reads_sound
 from ..in_memory import AnyModel, check_tokenizer_of, model_name
 from ..matrices import Weight
@@ -24,16 +25,6 @@ from .search import Search
 
 # Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.
 ZERO = 1e-6
-
-
-# {tokenizer: family} of those that optimum and transformers.js have classes for; another one is run as BART.
-FAMILIES = {
-    "MarianTokenizer": "marian",
-    "M2M100Tokenizer": "m2m_100",
-    "NllbTokenizer": "m2m_100",
-    "MBartTokenizer": "mbart",
-    "MBart50Tokenizer": "mbart",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +40,9 @@ def model_type(source: Teacher) -> str:
         return "whisper"
     if source.model.config.position_embedding_type in RELATIVE_POSITIONS:
         return "t5"
-    return FAMILIES.get(type(source.tokenizer).__name__.removesuffix("Fast"), "bart")
+    kind = type(source.tokenizer).__name__.removesuffix("Fast")
+    # Those that optimum and transformers.js have classes for; another one is run as BART.
+    return next((name for name, family in all_families().items() if kind in family.tokenizers), "bart")
 
 
 def read_source(

@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor, GenerationConfig
 
+from ..checkpoints import teacher
 from ..engines import RunningSpeech, load_engine_file
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_pretrained, no_extractor, unique_parameters, weight_bytes
@@ -62,7 +63,7 @@ def reads_sound(folder: Path) -> bool:
     """Whether a checkpoint, or an export, is a model for speech."""
     if description := read_json(folder / EXPORT_FILE):
         return bool(description.get("reads_sound"))
-    return hasattr(load_pretrained(AutoConfig, folder), "num_mel_bins")
+    return teacher.reads_sound(load_pretrained(AutoConfig, folder))
 
 
 def load_processor(folder: Path) -> ProcessorMixin:

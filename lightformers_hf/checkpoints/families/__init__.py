@@ -44,6 +44,8 @@ class Family:
     architectures: ClassVar[tuple[str, ...]]  # names of the model classes that can be converted
     fields: ClassVar[dict[str, Any]] = {}  # fields of `LightFormerConfig` that the family fixes by its code
     model_class: ClassVar[str] = "LightFormerForConditionalGeneration"  # that a checkpoint of the family becomes
+    tokenizers: ClassVar[tuple[str, ...]] = ()  # classes by which other programs know the family
+    translates: ClassVar[bool] = False  # whether its models do nothing else
     ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
     reads_positions: ClassVar[bool] = False  # whether its class loads stored positions in place of sinusoids
 
@@ -153,14 +155,20 @@ def register_family(*model_types: str) -> Callable[[type[Family]], type[Family]]
     return register
 
 
-def find_family(config: PreTrainedConfig) -> type[Family]:
-    """Return the family of a source configuration. Raises `ValueError` for none, and for other classes of models."""
+def all_families() -> dict[str, type[Family]]:
+    """Return {`model_type`: family} of all files of this folder."""
     for file in pkgutil.iter_modules(__path__):  # each registers itself
         importlib.import_module(f"{__name__}.{file.name}")
-    family = FAMILIES.get(type(config).model_type)
+    return FAMILIES
+
+
+def find_family(config: PreTrainedConfig) -> type[Family]:
+    """Return the family of a source configuration. Raises `ValueError` for none, and for other classes of models."""
+    families = all_families()
+    family = families.get(type(config).model_type)
     if family is None:
         raise ValueError(
-            f"checkpoints of the family {config.model_type!r} can't be converted; supported: {', '.join(FAMILIES)}"
+            f"checkpoints of the family {config.model_type!r} can't be converted; supported: {', '.join(families)}"
         )
     architecture = (config.architectures or [family.architectures[0]])[0]
     if architecture not in family.architectures:

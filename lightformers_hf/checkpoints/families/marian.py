@@ -13,7 +13,7 @@ LEARNED = {"position_embedding_type": "learned", "position_offset": 2, "layernor
 class Marian(Family):
     """Post-norm, sinusoidal positions unless trained ones are stored: a LightFormer's defaults."""
 
-    architectures = ("MarianMTModel",)
+    architectures, tokenizers, translates = ("MarianMTModel",), ("MarianTokenizer",), True
     reads_positions = True
 
 
@@ -39,6 +39,7 @@ class MBart(Family):
     """mBART (Liu et al. 2020): BART with its LayerNorms before each sublayer."""
 
     architectures = ("MBartForConditionalGeneration",)
+    tokenizers = ("MBartTokenizer", "MBart50Tokenizer")
     fields = LEARNED | PRE_NORM
 
 
@@ -47,6 +48,7 @@ class M2M100(Family):
     """M2M100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, sines and cosines as in tensor2tensor."""
 
     architectures = ("M2M100ForConditionalGeneration",)
+    tokenizers, translates = ("M2M100Tokenizer", "NllbTokenizer"), True
     fields = PRE_NORM | {"position_embedding_type": "sinusoidal_half"}
 
     @classmethod
