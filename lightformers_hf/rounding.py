@@ -194,13 +194,6 @@ def is_rounded(model: nn.Module) -> bool:
     )
 
 
-def restore_rows(rounded: RoundedRows) -> Tensor:
-    """Return the rounded values (n×k), fp32."""
-    codes = np.stack([rounded.packed & LEVELS - 1, rounded.packed >> 4], axis=-1).reshape(len(rounded.packed), -1)
-    values = (codes.astype(np.float32) + LEAST) * rounded.scales.astype(np.float32).repeat(BLOCK, axis=1)
-    return torch.from_numpy(values[:, : rounded.width])
-
-
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:
     """Return the upper triangular R with RᵀR = H⁻¹, for moments H with a damped diagonal; k×k, fp64."""
     damped = moments.double()

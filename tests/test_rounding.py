@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from models.cases import make_model
+from tiny import restore_rows
 
 from lightformers_hf import export, load_engine
-from lightformers_hf.rounding import Moments, applied_factors, collate, restore_rows, rotate_factors, round_rows
+from lightformers_hf.rounding import Moments, applied_factors, collate, rotate_factors, round_rows
 
 VARIANTS = ["lightformer-low-rank", "lightformer-joint-qkv", "lightformer-t5-low-rank", "lightformer-two-vocabularies"]
 

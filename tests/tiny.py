@@ -1,4 +1,4 @@
-"""Checkpoints with a tokenizer, made from nothing in a second."""
+"""Checkpoints with a tokenizer, made from nothing in a second, and other small helpers."""
 
 import json
 from collections.abc import Iterable
@@ -65,3 +65,13 @@ def word_tokenizer(words: Iterable[str], end: str | None = None, **special: str)
     if end is not None:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, ids[end])])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def restore_rows(rounded):
+    """The values (n×k), fp32, that `rounding.RoundedRows` stand for."""
+    import numpy as np
+    import torch
+
+    codes = np.stack([rounded.packed & 15, rounded.packed >> 4], axis=-1).reshape(len(rounded.packed), -1)
+    values = (codes.astype(np.float32) - 8) * rounded.scales.astype(np.float32).repeat(32, axis=1)
+    return torch.from_numpy(values[:, : rounded.width])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models.cases import make_model
 from onnx import numpy_helper
+from tiny import restore_rows
 
 from lightformers_hf import export
 from lightformers_hf.rounding import (
@@ -15,7 +16,6 @@ from lightformers_hf.rounding import (
     bits_of,
     collate,
     is_rounded,
-    restore_rows,
     round_matrix,
     round_model,
     rounded_matrices,
