@@ -94,10 +94,6 @@ class Evaluation(Result):
         """{metric: its name in tables}."""
         return labels(self.model.scores)
 
-    def parts(self) -> list[Table]:
-        """Return the table."""
-        return [self.table()]
-
     def to_dict(self) -> dict:
         """The same as nested dictionaries of strings and numbers, for JSON; of paths their last parts."""
         content = asdict(self)
@@ -105,7 +101,7 @@ class Evaluation(Result):
             side["name"] = printable_name(side["name"])
         return content | {"data": printable_name(self.data), "labels": self.labels}
 
-    def table(self) -> Table:
+    def parts(self) -> list[Table]:
         """A rich table: one row a measure, the teacher beside the model, and how they compare."""
         count = f"{self.sentences:,} sentence{'s' * (self.sentences != 1)}"
         title, notes = f"{count} of {self.data}, {self.source} → {self.target}", describe(self.signatures)
@@ -138,7 +134,7 @@ class Evaluation(Result):
         compared = f"{self.speed_ratio or 0:.2f}x as fast"
         row("real-time factor", "real_time_factor", "{:.3f}", compared=compared)
         row("tokens/s, one core", "tokens_per_second", "{:,.1f}", compared=compared)
-        return table
+        return [table]
 
 
 @takes(EvaluateArguments)

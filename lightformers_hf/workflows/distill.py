@@ -197,7 +197,7 @@ def read_share(keep: str | float | None) -> float | None:
 
 def claim_folder(output: Path, asked: dict[str, Any], inputs: Sequence[str], overwrite: bool) -> dict[str, Any]:
     """The record of the interrupted distillation in `output`, or a new one; `overwrite` removes an earlier one."""
-    before = read_json(output / DISTILL_FILE) if output.is_dir() else {}
+    before = read_json(output / DISTILL_FILE)
     record = claim(output, asked, overwrite=overwrite, inputs=inputs, file=DISTILL_FILE)
     if before and overwrite:
         names = find_foreign(output, DISTILL_FILE)
@@ -205,7 +205,7 @@ def claim_folder(output: Path, asked: dict[str, Any], inputs: Sequence[str], ove
         for path in output.glob("part-*"):
             path.unlink()
         shutil.rmtree(output / WORK, ignore_errors=True)
-    return record if record and not overwrite else {"asked": asked}
+    return record
 
 
 # --- The work: what a process needs to know, and the steps on a shard

@@ -202,7 +202,7 @@ def claim(
 
     Raises as `recover`.
     """
-    record = read_json(output / file) if output.is_dir() else {}
+    record = read_json(output / file)
     if record and not overwrite:
         before = record.get("asked", {})
         if name := next((name for name, value in asked.items() if not _is_same(value, before.get(name))), None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +49,21 @@ SPEEDS = 0.88, 1.12  # of sound in training: a little sound is heard again and a
 FEWEST = 20  # pieces that are transcribed, however short the time is
 
 
+@dataclass(eq=False)
 class SoundRun(Run):
     """Models and data of one recovery from sound.
 
     Pieces of a batch are joined to windows as long as the encoder reads, because silence costs as much as speech.
+
+    Attributes:
+        pieces: {name: piece} of all sound that was read.
+        spoken: {name of a piece: its language, of a multilingual model}.
+        known: {(data, name of a piece): its transcript and its language}.
     """
 
+    pieces: dict[str, Piece] = field(init=False, default_factory=dict)
+    spoken: dict[str, str | None] = field(init=False, default_factory=dict)
+    known: dict[tuple[str, str], list] = field(init=False, default_factory=dict)
     auto_model, unit = AutoModelForSpeechSeq2Seq, "sounds"
     cpu_attention = None
     near = NEAR_SOUND
@@ -79,16 +88,6 @@ class SoundRun(Run):
     @cached_property
     def extractor(self) -> Any:
         return load_processor(self.folder).feature_extractor
-
-    @cached_property
-    def pieces(self) -> dict[str, Piece]:
-        """{name: piece} of all sound that was read."""
-        return {}
-
-    @cached_property
-    def spoken(self) -> dict[str, str | None]:
-        """{name of a piece: its language, of a multilingual model}."""
-        return {}
 
     def open_corpus(self) -> Corpus:
         """Pieces of the sound, with the user's transcripts or those of the teacher."""
@@ -141,7 +140,7 @@ class SoundRun(Run):
                 break
         if not rows["source"]:
             raise ValueError(f"{data} is silent: expected speech")
-        self.known = getattr(self, "known", {}) | known
+        self.known |= known
         return Dataset.from_dict(rows)
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:

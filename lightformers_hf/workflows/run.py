@@ -551,10 +551,6 @@ class Recovery(Result):
     quantization: str | None = None
 
     def parts(self) -> list[Table]:
-        """Return the table."""
-        return [self.table()]
-
-    def table(self) -> Table:
         """Return scores before and after, sizes, and how it was trained."""
         from rich.table import Table
 
@@ -574,7 +570,7 @@ class Recovery(Result):
             table.add_row("the teacher's translations", f"{self.translations:,}")
         if self.bad_lines:
             table.add_row("damaged lines, skipped", f"{self.bad_lines:,}")
-        return table
+        return [table]
 
 
 def fastest_translator(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | Engine:

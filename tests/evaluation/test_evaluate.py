@@ -40,7 +40,7 @@ def test_everything_beside_a_teacher(tiny_marian, data, parallel_sentences, warm
     assert evaluation.generation == {"num_beams": 1, "max_new_tokens": 20}
 
     printed = io.StringIO()
-    Console(file=printed, width=200).print(evaluation.table())
+    Console(file=printed, width=200).print(*evaluation.parts())
     assert evaluation.differences == dict.fromkeys(("bleu", "chrf"), Difference(0, 0, 0))
     assert evaluation.to_dict()["differences"]["chrf"] == {"value": 0, "low": 0, "high": 0}
     shown = ["BLEU", f"{bleu:.1f}", "0.0 (0.0 to 0.0)", "paired bootstrap", "tok:13a", "tokens/s", "x as fast"]

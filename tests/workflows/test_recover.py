@@ -209,7 +209,7 @@ def test_a_training_that_does_harm_is_not_kept(place, tiny_marian, tmp_path, mon
     written, before = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (tmp_path / "out", place / "light"))
     torch.testing.assert_close(written.state_dict(), before.state_dict())
     console = Console(record=True, file=io.StringIO(), width=160)
-    console.print(found.table())
+    console.print(*found.parts())
     printed = console.export_text()
     assert "none better than it was" in printed
     assert "CER -1.0, BLEU 0.0" in printed or not metrics
@@ -275,7 +275,7 @@ def test_without_pairs_the_teacher_is_the_reference(place, tiny_marian, tmp_path
     made = read_json(tmp_path / "out" / "translations.json")["target"]
     assert found.translations == len(made) > 0
     console = Console(record=True, file=io.StringIO(), width=160)
-    console.print(found.table())
+    console.print(*found.parts())
     assert "the teacher as reference" in console.export_text()
     with pytest.raises(ValueError, match="remove translations"):
         recover(place / "light", tmp_path / "none", translations=False, **asked)
