@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import torch
 from onnx import TensorProto, helper
 from transformers import GenerationConfig
 
+from .engine import pad_right
 from .search import Search, Step, generate, log_softmax
 from .shortlist import Shortlist, narrow_search
 
@@ -121,15 +123,12 @@ class OnnxModel:
 
     def steps(self, batch: list[list[int]], num_beams: int = 1, candidates: np.ndarray | None = None) -> Step:
         """Encode a batch, and return the function that computes the logits step by step, by default of all tokens."""
-        width = max(map(len, batch))
-        ids = np.full((len(batch), width), self.search.pad, dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for row, sentence in enumerate(batch):
-            ids[row, : len(sentence)], mask[row, : len(sentence)] = sentence, 1
-        feeds = {"encoder_attention_mask": mask}
+        padded = pad_right(batch, self.search.pad, torch.device("cpu"))
+        inputs = {name: tensor.numpy() for name, tensor in padded.items()}
+        feeds = {"encoder_attention_mask": inputs["attention_mask"]}
         if self.shortlist is not None:
             feeds["candidates"] = np.arange(self.shortlist.vocabulary) if candidates is None else candidates
-        return self.decode({"input_ids": ids, "attention_mask": mask}, feeds, len(batch) * num_beams)
+        return self.decode(inputs, feeds, len(batch) * num_beams)
 
     def decode(self, inputs: dict[str, np.ndarray], feeds: dict[str, np.ndarray], rows: int) -> Step:
         """Encode inputs, and return the function that computes the logits of so many rows, step by step.

@@ -41,8 +41,7 @@ class Elimination:
     """Order in which the neurons of a feed-forward network are removed, and the cost."""
 
     order: Tensor  # all f neurons, those that go first in front
-    removed: list[int]  # numbers of neurons removed for which the cost is known, ascending from 0
-    costs: Tensor  # loss of quality for each number
+    costs: Tensor  # loss of quality with as many neurons as each of `find_widths`
     energies: dict[int, Tensor]  # neurons that stay → what each direction of the refitted second matrix is worth
 
     @classmethod
@@ -52,15 +51,14 @@ class Elimination:
         Args:
             watched: numbers of neurons for which `energies` are computed, some of `find_widths`.
         """
-        size = len(moment)
         root = damped_root(gradient_moment.double(), GRADIENT_DAMPING)
         rows = weight.double() @ root
         # Symmetric, in LAPACK's column order: after transposition, rows are contiguous.
         inverse = torch.cholesky_inverse(damped_root(moment.double(), INPUT_DAMPING)).mT
         explained = rows.T @ moment.double() @ rows if watched else rows.new_zeros(0)
         energies: dict[int, Tensor] = {}
-        widths = find_widths(size)
-        ids = torch.arange(size, device=moment.device)
+        widths = find_widths(len(moment))
+        ids = torch.arange(len(moment), device=moment.device)
         order, costs = [], [0.0]
         for known in range(0, len(widths) - 1, UPDATES):
             # Rows and columns of those that are left are in front: the others would be multiplied, too.
@@ -94,8 +92,7 @@ class Elimination:
                     1, places.expand(len(part), -1)
                 )
             ids = ids[places]
-        removed = [size - width for width in widths]
-        return cls(torch.cat([*order, ids]), removed, torch.tensor(costs, dtype=torch.float64), energies)
+        return cls(torch.cat([*order, ids]), torch.tensor(costs, dtype=torch.float64), energies)
 
     def at(self, width: int, weight: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """The `width` neurons that stay, ascending, and the second matrix refitted to them (width×n)."""

@@ -16,7 +16,7 @@ from lightformers_hf.conversion import sensitivity
 from lightformers_hf.conversion.forms import change_outputs
 from lightformers_hf.conversion.forms.heads import Bottlenecks
 from lightformers_hf.conversion.forms.low_rank import join_ranks
-from lightformers_hf.conversion.forms.neurons import Elimination, nested_energies
+from lightformers_hf.conversion.forms.neurons import Elimination, find_widths, nested_energies
 from lightformers_hf.conversion.moments import Damped, Metric
 from lightformers_hf.matrices import Weight
 
@@ -71,8 +71,8 @@ def test_the_cost_of_removing_neurons_is_that_of_the_regression(size, outputs, s
     assert sorted(elimination.order.tolist()) == list(range(size))
     damped = gradients + 0.01 * gradients.diagonal().mean() * torch.eye(outputs)
     measured = second + 1e-6 * second.diagonal().mean() * torch.eye(size)
-    for removed, cost in zip(elimination.removed, elimination.costs, strict=True):
-        kept, new = elimination.at(size - removed, weight, second)
+    for width, cost in zip(find_widths(size), elimination.costs, strict=True):
+        kept, new = elimination.at(width, weight, second)
         lost = weight.clone()
         lost[kept] -= new
         expected = torch.einsum("io,ij,jp,op->", lost, measured, lost, damped)
