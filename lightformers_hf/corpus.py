@@ -36,10 +36,10 @@ from .text import (
     find_files,
     find_row_languages,
     find_texts,
-    hub_name,
     list_files,
     load_rows,
     note_bad,
+    open_hub,
     parse_line,
     read_header,
     read_lines,
@@ -467,14 +467,12 @@ def _is_list(name: str) -> bool:
 
 def _open_hub(data: str, split: str) -> list[Dataset | IterableDataset]:
     """The shards of a data set of the Hub as streams; offline, the copy that was downloaded."""
-    from datasets import load_dataset
-    from datasets.config import HF_HUB_OFFLINE
+    from datasets import Dataset
 
-    name, configuration = hub_name(data)
-    if HF_HUB_OFFLINE:
-        return [load_dataset(name, configuration, split=split)]
-    stream = load_dataset(name, configuration, split=split, streaming=True)
-    return [stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)]
+    rows = open_hub(data, split)
+    if isinstance(rows, Dataset):
+        return [rows]
+    return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
 
 
 def _describe(name: str) -> list[int | str]:

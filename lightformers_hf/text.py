@@ -27,7 +27,7 @@ from .languages import put_prefix, split_language, split_prefix, target_ids
 from .options import OptionError
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset, Features, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -115,31 +115,30 @@ def load_rows(data: str, *, split: str = "train", first: int | None = None, bad:
         first: read the first so many rows alone.
         bad: with `first`, note damaged lines here, and skip them.
     """
+    from datasets import Dataset
+
     _check_number(first)
     files = find_files(data)
-    rows = _load_hub(str(data), split, first) if files is None else _load_files(files, first, bad)
+    rows = open_hub(str(data), split, streams=bool(first)) if files is None else _load_files(files, first, bad)
+    if not isinstance(rows, Dataset):
+        rows = Dataset.from_list(list(rows.take(first)), features=rows.features)
     if len(rows) == 0:
         raise ValueError(f"{data} holds no rows: it is empty, expected at least one.")
-    return rows
+    return take_rows(rows, first)
 
 
-def _load_hub(data: str, split: str, first: int | None) -> Dataset:
-    from datasets import Dataset, load_dataset
+def open_hub(data: str, split: str, *, streams: bool = True) -> Dataset | IterableDataset:
+    """A dataset on the Hub, as a stream unless this is offline: then what was downloaded is there.
+
+    Raises `ValueError` where the data has no name.
+    """
+    from datasets import load_dataset
     from datasets.config import HF_HUB_OFFLINE
 
-    name, configuration = hub_name(data)
-    if first is None or HF_HUB_OFFLINE:  # offline, what was downloaded is there, and no stream
-        return take_rows(load_dataset(name, configuration, split=split), first)
-    stream = load_dataset(name, configuration, split=split, streaming=True)
-    return Dataset.from_list(list(stream.take(first)), features=stream.features)
-
-
-def hub_name(data: str) -> tuple[str, str | None]:
-    """Name and configuration of a dataset on the Hub. Raises `ValueError` where there is no name."""
     name, _, configuration = data.partition(":")
     if not name.strip("/ "):
         raise ValueError("the data has no name: give a file, or a dataset of the Hub")
-    return name, configuration or None
+    return load_dataset(name, configuration or None, split=split, streaming=streams and not HF_HUB_OFFLINE)
 
 
 def _load_files(files: Sequence[str], first: int | None, bad: Bad) -> Dataset:
@@ -334,10 +333,7 @@ def check_known(token_ids: Iterable[Sequence[int]], tokenizer: PreTrainedTokeniz
 
 
 def cut_texts(lengths: Mapping[str, Sequence[int]], limit: int) -> list[str]:
-    """Return one line per side about the texts that were cut at a number of tokens, or none.
-
-    `lengths`: those of `source` and of `target` in tokens.
-    """
+    """Return a line about texts cut at `limit` tokens for each side, `source` and `target`, with these `lengths`."""
     cut = {side: sum(length >= limit for length in found) for side, found in lengths.items()}
     return [f"{n:,} of {len(lengths[side]):,} {side}s are cut after {limit:,} tokens" for side, n in cut.items() if n]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,9 +29,12 @@ from ..loading import (
     weight_bytes,
 )
 from ..options import takes
+from ..processors import use_threads
 from ..results import Result
+from ..speech import RATE, check_language, sound_fingerprint
 from ..text import CHECKED, choose_pair, data_name, fingerprint, load_parallel, load_rows
 from .quality import (
+    SPEECH,
     Difference,
     check_metrics,
     choose_metrics,
@@ -43,7 +47,7 @@ from .quality import (
     signed,
 )
 from .speed import speed_ratio, tokens_per_second, translation_memory, typical_sentences
-from .transcribe import measure_speech, reads_sound
+from .transcribe import SpeechEngine, load_speech, normalizer_of, read_transcribed, reads_sound, transcribe
 from .translate import load_translator, translate
 
 if TYPE_CHECKING:
@@ -51,7 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MEMORY_SENTENCES = 10
-SPEECH_OPTIONS = ("split", "max_samples", "metrics", "device", "progress", "batch_size", "max_new_tokens")
 
 
 @dataclass
@@ -221,21 +224,49 @@ def evaluate_text(
 
 
 def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dict[str, str]) -> Evaluation:
-    """Transcribe sound with a model for speech (and its teacher): see `evaluate`, and `evaluate_text`."""
+    """Transcribe sound with a model for speech (and its teacher): see `evaluate`, and `evaluate_text`.
+
+    Raises:
+        ValueError: sound without transcripts, or a language that a model does not transcribe.
+    """
     language, column = split_language(call.source_lang)[0], split_language(call.target_lang)[0]
-    options: dict[str, Any] = {name: getattr(call, name) for name in SPEECH_OPTIONS}
     data, generation = str(data_name(call.data)), {"num_beams": call.num_beams or 1}
     resolved = {role: resolve_source(folder) for role, folder in folders.items()}
-    found = measure_speech(resolved, names, data, column=column, language=language, **options | generation)
-    measured, rates = {}, {}
-    for role, (*sizes, rate) in found["measured"].items():
-        measured[role], rates[role] = replace(Measurements(*sizes), real_time_factor=rate), rate
-    ratio = rates["teacher"] / rates["model"] if "teacher" in rates else None
-    sounds, fingerprints = found["sounds"]
-    warn_of_overlap(folders["model"], data, sounds, fingerprints, "sounds")
+    sounds = read_transcribed(data, column=column, split=call.split, max_samples=call.max_samples)
+    loaded = {role: load_speech(folder, call.device) for role, folder in resolved.items()}
+    for role, (model, _) in loaded.items():
+        check_language(model.generation_config, language, names[role])
+    normalize = normalizer_of(loaded["model"][1], language)
+    references = [normalize(sound.text or "") for sound in sounds]
+    metrics = choose_metrics(call.metrics, references, references, default=SPEECH)
+    seconds, known = 0.0, []
+    for sound in sounds:
+        wave = sound.read()
+        seconds += len(wave) / RATE
+        known.append(sound_fingerprint(wave))
+    options: dict[str, Any] = {name: getattr(call, name) for name in ("batch_size", "max_new_tokens", "progress")}
+    outputs, measured, rates = {}, {}, {}
+    for role, (model, processor) in loaded.items():
+        begun = time.process_time()
+        with use_threads(1):
+            texts = transcribe(sounds, model, processor, language=language, **options | generation)
+        rates[role] = (time.process_time() - begun) / seconds
+        outputs[role] = [normalize(text) for text in texts]
+        if isinstance(model, SpeechEngine):
+            sizes = model.parameters, read_json(resolved[role] / EXPORT_FILE)["weight_bytes"]
+        else:
+            sizes = unique_parameters(model), weight_bytes(str(resolved[role]))
+        scores = score(outputs[role], references, metrics)
+        measured[role] = Measurements(names[role], scores, *sizes, real_time_factor=rates[role])
+    ratio, differences = None, {}
+    if call.teacher:
+        ratio = rates["teacher"] / rates["model"]
+        both = outputs["model"], outputs["teacher"], references
+        differences = {name: difference(*both, metric=name) for name in metrics}
+    warn_of_overlap(folders["model"], data, [sound.name for sound in sounds], known, "sounds")
     return Evaluation(
-        measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", found["sentences"],
-        generation, found["signatures"], found["differences"],
+        measured["model"], measured.get("teacher"), ratio, data, "sound", column or "text", len(sounds), generation,
+        signatures(metrics, references), differences,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,8 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor, G
 from ..checkpoints import teacher
 from ..engines import RunningSpeech, load_engine_file
 from ..files import EXPORT_FILE, read_json
-from ..loading import load_pretrained, no_extractor, unique_parameters, weight_bytes
-from ..processors import use_threads
-from ..speech import RATE, Sound, check_language, find_sounds, prompt_of, sound_fingerprint
-from .quality import SPEECH, check_metrics, choose_metrics, difference, score, signatures
+from ..loading import load_pretrained, no_extractor
+from ..speech import RATE, Sound, find_sounds, prompt_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -149,59 +146,3 @@ def read_transcribed(
     if bare := [sound.name for sound in sounds if not sound.text]:
         raise ValueError(f"{data} has no transcript of {bare[0]}, with which a model's is compared: add it")
     return sounds
-
-
-def measure_speech(
-    folders: dict[str, Path],
-    names: dict[str, str],
-    data: str,
-    *,
-    column: str | None,
-    language: str | None,
-    split: str,
-    max_samples: int | None,
-    metrics: Sequence[str],
-    device: str,
-    progress: bool,
-    **generation: int,
-) -> dict[str, Any]:
-    """Return the fields of an `Evaluation` of models for speech, whose `measured` are arguments of `Measurements`.
-
-    Raises:
-        ValueError: sound without transcripts, or a language that a model does not transcribe.
-    """
-    sounds = read_transcribed(data, column=column, split=split, max_samples=max_samples)
-    loaded = {role: load_speech(folder, device) for role, folder in folders.items()}
-    for role, (model, _) in loaded.items():
-        check_language(model.generation_config, language, names[role])
-    normalize = normalizer_of(loaded["model"][1], language)
-    references = [normalize(sound.text or "") for sound in sounds]
-    metrics = choose_metrics(check_metrics(metrics), references, references, default=SPEECH)
-    outputs, measured = {}, {}
-    seconds, known = 0.0, []
-    for sound in sounds:
-        wave = sound.read()
-        seconds += len(wave) / RATE
-        known.append(sound_fingerprint(wave))
-    for role, (model, processor) in loaded.items():
-        begun = time.process_time()
-        with use_threads(1):
-            texts = transcribe(sounds, model, processor, language=language, progress=progress, **generation)
-        rate = (time.process_time() - begun) / seconds
-        outputs[role] = [normalize(text) for text in texts]
-        if isinstance(model, SpeechEngine):
-            sizes = model.parameters, read_json(folders[role] / EXPORT_FILE)["weight_bytes"]
-        else:
-            sizes = unique_parameters(model), weight_bytes(str(folders[role]))
-        measured[role] = (names[role], score(outputs[role], references, metrics), *sizes, rate)
-    differences = {}
-    if "teacher" in outputs:
-        both = outputs["model"], outputs["teacher"], references
-        differences = {name: difference(*both, metric=name) for name in metrics}
-    return {
-        "measured": measured,
-        "sentences": len(sounds),
-        "signatures": signatures(metrics, references),
-        "differences": differences,
-        "sounds": ([sound.name for sound in sounds], known),
-    }
