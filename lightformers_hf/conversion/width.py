@@ -23,9 +23,8 @@ from ..loading import stored_tensors
 from ..matrices import STACKS, product_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
 from ..models.heads import ConditionalGenerationHead
-from ..models.layers import MultiHeadAttention
 from ..options import OptionError
-from .forms import split_widths
+from .forms.heads import head_fields
 from .moments import INPUT_DAMPING, damped_root
 from .refit import bridge, compare, thin_out
 from .sensitivity import Batch, Calibration, stream_of
@@ -69,9 +68,7 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
 
 def narrow_fields(model: PreTrainedModel, width: int) -> dict[str, object]:
     """Return the fields of a configuration with fewer features, whose heads and networks are as wide as before."""
-    modules = model.named_modules()
-    before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
-    fields = dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, {}), strict=True))
+    fields = head_fields(model, {})
     if model.config.position_embedding_type not in RELATIVE_POSITIONS:
         fields["position_embedding_type"] = "learned"  # sinusoids depend on the width
     return {**fields, "d_model": width}

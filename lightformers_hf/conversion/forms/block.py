@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...matrices import Weight
 from ..moments import Metric
+from ..rules import RankPolicy
 from ..sharing import Originals, short_name
 from . import Choices, Form, Setting, Shaped
 from .low_rank import LowRank, join_ranks, truncate
@@ -43,6 +44,9 @@ class Block(Form):
     @abstractmethod
     def narrow(self, width: int, originals: Originals, choices: Choices) -> Shaped:
         """The matrices for an inner width, dense."""
+
+    def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
+        return policy.choose_width(short_name(self.name), self.kind(self.matrices[0]), self.widths)
 
     def size(self, setting: Setting | Tensor) -> Tensor | float:
         width, *ranks = self._split(max(self.widths) if setting is None else setting)

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from ...matrices import Weight
 from ...models.layers import MultiHeadAttention
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
-from ..rules import RankPolicy
 from ..sharing import Originals, short_name
-from . import Choices, Setting, Shaped, change_moment, change_outputs, find_blocks, register_form, split_widths
+from . import Choices, Shaped, change_moment, change_outputs, find_blocks, register_form, split_widths
 from .block import Block
 from .svd import Factors, rescale_, singular_values, tail_energies
 
@@ -60,6 +59,13 @@ def diagonal_blocks(moment: Tensor, heads: int) -> Tensor:
     return moment.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
+def head_fields(model: PreTrainedModel, sizes: Mapping[str, int]) -> dict[str, object]:
+    """Return the fields of the widths of a model's heads, of which `sizes` has the new ones."""
+    modules = model.named_modules()
+    before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
+    return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, sizes), strict=True))
+
+
 @register_form
 @dataclass(frozen=True, eq=False)
 class NarrowerHeads(Block):
@@ -76,11 +82,7 @@ class NarrowerHeads(Block):
 
     @classmethod
     def fields(cls, sizes: Mapping[str, int], dense: PreTrainedModel) -> dict[str, object]:
-        if not sizes:
-            return {}
-        modules = dense.named_modules()
-        before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
-        return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, sizes), strict=True))
+        return head_fields(dense, sizes) if sizes else {}
 
     @property
     def widths(self) -> list[int]:
@@ -137,9 +139,6 @@ class NarrowerHeads(Block):
                 for name, weight in shaped.weights.items()
             ]
         return self.mix(plain, energies)
-
-    def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
-        return policy.choose_width(short_name(self.name), "attention", self.widths)
 
     def narrow(self, width: int, originals: Originals, choices: Choices) -> Shaped:
         queries, contexts, mean = choices.details

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from ...matrices import STACKS, Weight
 from ..moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, damped_root
-from ..rules import RankPolicy
-from ..sharing import Originals, short_name
-from . import Choices, Setting, Shaped, change_moment, find_blocks, register_form, split_widths
+from ..sharing import Originals
+from . import Choices, Shaped, change_moment, find_blocks, register_form, split_widths
 from .block import Block
 
 # Matrices of a network, the last one behind its neurons; without a gate, and with one.
@@ -191,9 +190,6 @@ class FewerNeurons(Block):
         found = [nested_energies(originals.weight(name), metrics[name], order, watched) for name in first]
         found.append(elimination.energies)
         return self.mix(plain, {width: [own[width] for own in found] for width in watched})
-
-    def follow(self, policy: RankPolicy, choices: Choices | None = None) -> Setting:
-        return policy.choose_width(short_name(self.name), "ffn", self.widths)
 
     def narrow(self, width: int, originals: Originals, choices: Choices) -> Shaped:
         moment, mean = self._moments(originals)
