@@ -5,13 +5,16 @@ import json
 import random
 from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import pandas
 import pytest
 from datasets import Dataset
 
 from lightformers_hf import corpus as module
+from lightformers_hf.conversion.vocabulary import read_texts
 from lightformers_hf.corpus import Corpus
+from lightformers_hf.engines.shortlist import read_pairs
 from lightformers_hf.text import load_parallel
 
 pytestmark = pytest.mark.quick
@@ -222,6 +225,14 @@ def test_languages_inside_translation_go_together(tmp_path, name):
         == {row["translation"]["de"] for row in rows}
         == {*Corpus(str(file), **SIDES).sample(20, 0)["source"]}
     )
+    sides = [(side, text) for side, texts in read_texts([str(file)], ("de", "en")) for text in texts]
+    assert [text for side, text in sides if side == "source"] == [row["translation"]["de"] for row in rows]
+    both = [text for _, texts in read_texts([str(file)], (None, None)) for text in texts]
+    assert both == [text for _, text in sides]
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda token: None, unk_token_id=None)
+    teacher = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=None), name="it")
+    pairs = read_pairs(teacher, str(file), ("de", "en"))
+    assert pairs == tuple([row["translation"][side] for row in rows] for side in ("de", "en"))
 
 
 def test_rows_in_memory_are_a_corpus():
