@@ -42,7 +42,7 @@ from .joint import fit_jointly, layer_parameters
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, compare, find_refitted, refit, thin_out
 from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport, ModelFacts, Plan, write_report
-from .sensitivity import Batch, Calibration
+from .sensitivity import Batch, Calibration, predicted_mask
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
 from .vocabulary import choose_tokens
 from .width import find_width, fold_norms, narrow_fields, remove_features
@@ -60,6 +60,7 @@ SHORTEST, LONGEST = 0.3, 3.0
 LIBRARIES, COPIES = 1.4e9, 4.0
 
 WORTH_FITTING = 1e-4  # nats a token: below, layers are not fitted jointly
+COMPARED = 8192  # target tokens, about: a comparison on more takes long, and says the same
 CLOSE = 1.1  # divergences from the teacher that are equal but for chance
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
@@ -319,7 +320,8 @@ def measure(
     if "joint" in steps:
         further, sources = further_text(model, whole, options, study, pairs)
         known |= {*map(fingerprint, sources)}
-    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))
+    every = max(1, sum(int(predicted_mask(batch).sum()) for batch in agreed) // COMPARED)
+    return Measured(teacher, model, calibration, agreed[::every], outputs, maps, held is not None, further, sorted(known))
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:

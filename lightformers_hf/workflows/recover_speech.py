@@ -127,9 +127,7 @@ class SoundRun(Run):
                         f" is False, but {name} has no transcript: remove it, and the teacher transcribes",
                     )
                 if not self.resumes:
-                    heard = hear(self.distiller, self.tokenizer, self.extractor, piece, language)
-                    text = self.tokenizer.decode(heard.text, skip_special_tokens=True).strip()
-                    known[data, name] = [text, heard.language]
+                    known[data, name] = self.transcribe(piece, language)
                 text, self.spoken[name] = known[data, name]
                 self.pieces[name] = piece
                 rows["source"].append(name)
@@ -142,6 +140,14 @@ class SoundRun(Run):
             raise ValueError(f"{data} is silent: expected speech")
         self.known |= known
         return Dataset.from_dict(rows)
+
+    def transcribe(self, piece: Piece, language: str | None) -> tuple[str, str | None]:
+        """The transcript of a piece, the teacher's where it has none, and its language, of a multilingual model."""
+        multilingual = getattr(self.distiller.generation_config, "is_multilingual", False)
+        if piece.text is not None and (language is not None or not multilingual):
+            return piece.text, language
+        heard = hear(self.distiller, self.tokenizer, self.extractor, piece, language)
+        return self.tokenizer.decode(heard.text, skip_special_tokens=True).strip(), heard.language
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the transcripts, and return that no pairs are beside them."""
