@@ -112,7 +112,10 @@ def prefix_of(
     target language that a multilingual Marian `tokenizer` has, or "".
 
     The only prefix of a configuration is that of all sources, unless it is for a translation between other languages.
+    The only code of a tokenizer is that of all sources.
     """
+    from .models.pipelines import only_code  # needs libraries
+
     column, prefix = split_prefix(source)
     if prefix:
         return prefix
@@ -121,7 +124,7 @@ def prefix_of(
     only = next(iter(tasks)) if len(tasks) == 1 else task
     if not (only.startswith("translation_") and language_code(column) and language_code(goal)):
         task = only
-    return code_prefix(tokenizer, target) or tasks.get(task, "")
+    return code_prefix(tokenizer, target) or tasks.get(task, "") or only_code(tokenizer)
 
 
 def add_prefix(

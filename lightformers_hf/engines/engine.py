@@ -292,7 +292,7 @@ def translate_texts(
     check_strategies(generation, sample_seed)
     if sample_seed is not None and not isinstance(model, torch.nn.Module):
         raise ValueError("sample_seed is given, but exported models do not sample: give the checkpoint")
-    own = model.prefix if isinstance(model, Engine) else ""
+    own = (model.prefix or pipelines.only_code(tokenizer)) if isinstance(model, Engine) else ""
     if source_lang or target_lang:
         tokenizer, own, first = tell_languages(model, tokenizer, source_lang, target_lang, own)
         generation = first | generation

@@ -171,6 +171,12 @@ def split_code(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]
     return f"{found[1]} ", text[found.end() :]
 
 
+def only_code(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """`>>spa<< ` where this is the only target language of a multilingual Marian tokenizer, otherwise ""."""
+    codes = getattr(tokenizer, "supported_language_codes", ())
+    return f"{codes[0]} " if len(codes) == 1 else ""
+
+
 def _warn_about_code(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Log a warning if a text begins with a code that a tokenizer with other codes of target languages lacks."""
     if found := re.match(CODE, text):
@@ -273,7 +279,7 @@ class Text2TextGenerationPipeline(Pipeline):
         self.prefix, self.task_settings = "", {}
         self.parameters = self._sanitize_parameters(**kwargs)
         if self.is_engine:
-            self.prefix = model.prefix
+            self.prefix = model.prefix or only_code(self.tokenizer)
             return
         tasks = getattr(model.config, "task_specific_params", None) or {}
         pairs = [one for one in tasks if one.startswith("translation_")]
@@ -281,7 +287,8 @@ class Text2TextGenerationPipeline(Pipeline):
             first = self.task = pairs[0]
             logger.warning(f"the model has several pairs of languages: {first} is used, give the task of another")
         settings = dict(tasks.get(self.task) or {})
-        self.prefix = settings.pop("prefix", None) or getattr(model.config, "prefix", None) or ""
+        prefix = settings.pop("prefix", None) or getattr(model.config, "prefix", None)
+        self.prefix = prefix or only_code(self.tokenizer)
         self.task_settings = {
             name: value for name, value in settings.items() if hasattr(model.generation_config, name)
         }

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoTokenizer, M2M100Tokenizer, MBartForConditionalGeneration, pipeline
 
 from lightformers_hf import convert, translate
-from lightformers_hf.engines import export, load_engine
+from lightformers_hf.engines import Engine, export, load_engine
 from lightformers_hf.evaluation.evaluate import evaluate
 from lightformers_hf.evaluation.translate import load_translator
-from lightformers_hf.languages import set_language_codes
+from lightformers_hf.languages import add_prefix, prefix_of, set_language_codes
 from lightformers_hf.loading import load_model, load_pair, load_teacher
 from lightformers_hf.recovery import load_trainable
 
@@ -172,6 +172,29 @@ def test_the_prefix_of_a_task_is_every_commands(tiny_marian, tmp_path, caplog):
     path.write_text(json.dumps({name: said[name] for name in said.keys() - {"source_lang", "target_lang"}}))
     with pytest.raises(ValueError, match="has no prefix; it has those of translation_de_to_en, translation_en_to_de"):
         load_translator(tmp_path / "model", source="de", target="fr")
+
+
+def test_the_only_code_of_a_model_is_every_commands(tiny_marian, tmp_path):
+    """As where a multilingual opus-mt is trimmed to one target language."""
+    folder = shutil.copytree(tiny_marian, tmp_path / "model")
+    text, options = "Zwei Hunde spielen im Schnee.", {"num_beams": 1, "max_new_tokens": 12}
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    other = next(word for word in vocabulary if word[0] == "▁" and word[1:] and word[1:] not in text)
+    named = {">>eng<<" if word == other else word: number for word, number in vocabulary.items()}
+    (folder / "vocab.json").write_text(json.dumps(named))
+    model, tokenizer = load_model(folder)
+    model.get_input_embeddings().weight.data[vocabulary[other]] *= 20
+    model.save_pretrained(folder)
+    wanted = translate([f">>eng<< {text}"], model, tokenizer, **options)
+    assert translate([text], model, tokenizer, prefix="", **options) != wanted
+    export(folder, tmp_path / "onnx", to="onnx", quantization="float32")
+    for one in (folder, tmp_path / "onnx", load_engine(folder)):
+        found = translate([text], one, tokenizer if isinstance(one, Engine) else None, **options)
+        assert found == wanted
+    (said,) = pipeline("translation", model=str(folder))(text, **options)
+    assert [said["translation_text"]] == wanted
+    assert prefix_of(model.config, "de", "en", tokenizer) == ">>eng<< "
+    assert add_prefix(model.config, "de=>>eng<< ", "en", tokenizer) == "de=>>eng<< "
 
 
 @pytest.mark.parametrize(
