@@ -27,16 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .data_files import check_file_type, find_files, list_files, suffix_of
 from .languages import put_prefix
 from .text import (
     READING_ERRORS,
     Bad,
-    check_file_type,
     decode_line,
-    find_files,
     find_row_languages,
     find_texts,
-    list_files,
     load_rows,
     note_bad,
     open_hub,
@@ -45,7 +43,6 @@ from .text import (
     read_lines,
     read_rows,
     select_texts,
-    suffix_of,
     unreadable,
 )
 

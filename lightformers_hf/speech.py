@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .data_files import is_file_name
 from .files import write_json
-from .text import is_file_name, load_rows
+from .text import load_rows
 
 if TYPE_CHECKING:
     from transformers import FeatureExtractionMixin, GenerationConfig, PreTrainedTokenizerBase

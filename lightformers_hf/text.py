@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import glob
 import gzip
 import hashlib
 import json
@@ -22,7 +21,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import explain_unwritable, shorten_list, write_whole
+from .data_files import check_file_type, find_files, suffix_of
+from .files import explain_unwritable, write_whole
 from .languages import put_prefix, split_language, split_prefix, target_ids
 from .options import OptionError
 
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 CHECKED = 1000  # pairs whose tokens are looked at
 ROWS = 10_000  # read together
 READING_ERRORS = (ValueError, EOFError, OSError, zlib.error, RecursionError)  # of files that are damaged
 RETURN = "holds a carriage return (\\r) within a text, where a row ends for most programs: replace it"
 Bad = dict[str, str] | None  # {place of a damaged line that is skipped: reason}; `None`: such lines are errors
 LARGEST_FIELD = 2**31 - 1  # characters of a cell; the csv module's own limit is 131,072
-HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
 LANGUAGE = r"[a-z]{2}([_-].*)?|[a-z]{3}_[A-Z][a-z]{3}"  # codes, also those of NLLB
 OTHER_NAME = re.compile(rf"(?!({LANGUAGE})$)[\w.-]+")  # of a column: no language, and no sentence
 
@@ -341,57 +339,6 @@ def cut_texts(lengths: Mapping[str, Sequence[int]], limit: int) -> list[str]:
 # --- Local files
 
 
-def is_lines(data: str) -> bool:
-    """Whether `data` is a file of plain lines: it is there, and its ending is none of data's."""
-    return os.path.isfile(os.path.expanduser(data)) and suffix_of(data) not in SUFFIXES
-
-
-def suffix_of(file: str | os.PathLike) -> str:
-    """The ending that tells the type of a file: `.jsonl` of `train.jsonl.gz`."""
-    return Path(Path(file).name.removesuffix(".gz")).suffix
-
-
-def is_file_name(data: str) -> bool:
-    """Whether `data` is the name of a file: it exists, has a known suffix, or is no name of a dataset on the Hub."""
-    known = suffix_of(data) in (*SUFFIXES, ".txt")
-    return os.path.exists(os.path.expanduser(data)) or known or not HUB_NAME.fullmatch(data)
-
-
-def find_files(data: str) -> list[str] | None:
-    """The files that `data` names, in the order of their names; `None` for a name on the Hub.
-
-    A name that exists is that file, whatever its characters are, or the folder whose files of data are read. Only
-    where there is none is it a pattern of glob, or several names with commas between.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a folder without files of data.
-    """
-    path = os.path.expanduser(data)
-    if os.path.isdir(path):
-        inside = [file.relative_to(path) for file in sorted(Path(path).rglob("*")) if file.is_file()]
-        visible = [file for file in inside if not any(part.startswith((".", "_")) for part in file.parts)]
-        files = [os.path.join(path, file) for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
-        # Beside others, a .json file describes them.
-        files = [file for file in files if suffix_of(file) != ".json"] or files
-        if not files:
-            raise ValueError(f"{data} is a folder without data: expected files of {', '.join(SUFFIXES)} or .txt in it")
-        return files
-    if os.path.exists(path):
-        return [path]
-    if not is_file_name(data):
-        return None
-    parts = [part.strip() for part in data.split(",")] if "," in data else []
-    if parts and all(parts):
-        return [file for part in parts for file in find_files(part) or [part]]
-    if files := sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)):
-        return files
-    pattern = ", and no file matches the pattern" if glob.has_magic(path) else ""
-    raise FileNotFoundError(
-        f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
-    )
-
-
 def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> str | None:
     """Return the name of data, of several files with commas between.
 
@@ -405,25 +352,6 @@ def data_name(data: str | os.PathLike | Sequence[str | os.PathLike] | None) -> s
         f"the data is a {type(data).__name__}: expected a file, or the name of a data set on the Hub. Write loaded "
         "rows to a file: Dataset.from_list(rows).to_json('rows.jsonl')"
     )
-
-
-def list_files(data: str, files: Sequence[str]) -> None:
-    """Log which files a folder or a pattern stands for."""
-    if [os.path.expanduser(data)] != [*files]:
-        names = [os.path.basename(file) for file in files]
-        logger.warning(f"{data}: {len(names)} file{'s' * (len(names) != 1)}, {shorten_list(names, 10)}")
-
-
-def check_file_type(path: Path) -> None:
-    """Raise an error where a file of data is not there or of an unknown type."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give one of its files, or the name of a dataset on the Hub.")
-    if not path.is_file():
-        raise FileNotFoundError(f"No data file {path}: give an existing file, or the name of a dataset on the Hub.")
-    if (suffix := suffix_of(path)) not in (*SUFFIXES, ".txt"):
-        raise ValueError(
-            f"{path} has an unknown type {suffix!r}: expected one of {', '.join(SUFFIXES)} (.gz allowed)."
-        )
 
 
 def load_lines(path: Path) -> Dataset:

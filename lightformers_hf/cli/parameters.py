@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ..conversion.options import CompressionOptions, read_pattern
+from ..data_files import find_files
 from ..files import check_folder, find_folder
 from ..options import RANGES, Option, options_of
-from ..text import find_files
 
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.

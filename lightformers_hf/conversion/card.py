@@ -13,8 +13,8 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_res
 
 from ..checkpoints.cards import MARK, as_code, as_plain_text, drop_strange_link, load_template
 from ..checkpoints.families import all_families
+from ..data_files import is_file_name
 from ..models.configuration_lightformer import OLDEST_TRANSFORMERS
-from ..text import is_file_name
 from .forms.low_rank import LowRank
 from .report import CompressionReport, ModelFacts
 

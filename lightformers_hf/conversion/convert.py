@@ -321,7 +321,8 @@ def measure(
         further, sources = further_text(model, whole, options, study, pairs)
         known |= {*map(fingerprint, sources)}
     every = max(1, sum(int(predicted_mask(batch).sum()) for batch in agreed) // COMPARED)
-    return Measured(teacher, model, calibration, agreed[::every], outputs, maps, held is not None, further, sorted(known))
+    agreed = agreed[::every]
+    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:

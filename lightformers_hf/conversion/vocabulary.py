@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.tokenizers import SavedTokenizer, Vocabularies, open_tokenizer, unknown_kind
+from ..data_files import is_lines
 from ..languages import split_language
 from ..loading import load_pretrained
 from ..models.configuration_lightformer import FactorizedConfig
 from ..options import OptionError
-from ..text import find_languages, is_lines, load_lines, load_rows
+from ..text import find_languages, load_lines, load_rows
 from ..vocabularies import narrow_fields, read_vocabularies, single_ids, token_axes
 from .options import CompressionOptions
 

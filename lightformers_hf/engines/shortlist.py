@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from sacrebleu import CHRF
 
+from ..data_files import is_lines
 from ..decoding import repeated_start
 from ..files import read_json
 from ..languages import add_prefix, put_prefix, split_prefix, target_ids
 from ..loading import position_limit, printable_name
 from ..options import OptionError
-from ..text import check_known, find_languages, is_lines, load_lines, load_rows, select_texts
+from ..text import check_known, find_languages, load_lines, load_rows, select_texts
 from .search import Search
 
 if TYPE_CHECKING:
