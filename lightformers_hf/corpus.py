@@ -6,6 +6,7 @@ A corpus is one file or thousands. Files are read in blocks, of which only those
 |---|---|
 | lines (.jsonl, .txt, .tsv) | the lines that begin in 64 KiB of the file |
 | .parquet | a row group |
+| .arrow | 4,096 rows |
 | packed (.gz), .csv, a list in .json | the file, from its beginning |
 | a data set of the Hub | a shard, as a stream |
 
@@ -35,6 +36,7 @@ from .text import (
     decode_line,
     find_row_languages,
     find_texts,
+    load_file,
     load_rows,
     note_bad,
     open_hub,
@@ -293,6 +295,8 @@ class Corpus:
         try:
             if suffix == ".parquet":
                 found: Source = ParquetFile(name, columns)
+            elif suffix == ".arrow":
+                found = TableRows(name, load_file(Path(name)))
             elif suffix == ".csv" or (suffix in (".json", ".jsonl") and _is_list(name)):
                 found = RowFile(name, self.bad)
             else:

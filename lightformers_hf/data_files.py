@@ -12,7 +12,9 @@ from pathlib import Path
 from .files import shorten_list
 
 logger = logging.getLogger(__name__)
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+# Words in names of files and folders, as the datasets library knows them.
+SPLITS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
 
 
@@ -32,6 +34,12 @@ def is_file_name(data: str) -> bool:
     return os.path.exists(os.path.expanduser(data)) or known or not HUB_NAME.fullmatch(data)
 
 
+def split_of(name: str) -> str:
+    """The split that the name of a file or of one of its folders contains as a word, otherwise ""."""
+    found = (split for split, words in SPLITS.items() if re.search(rf"(?<![^\W\d_])({words})(?![^\W\d_])", name))
+    return next(found, "")
+
+
 def find_files(data: str) -> list[str] | None:
     """The files that `data` names, in the order of their names; `None` for a name on the Hub.
 
@@ -40,17 +48,24 @@ def find_files(data: str) -> list[str] | None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a folder without files of data.
+        ValueError: a folder without files of data, or with those of several splits.
     """
     path = os.path.expanduser(data)
     if os.path.isdir(path):
         inside = [file.relative_to(path) for file in sorted(Path(path).rglob("*")) if file.is_file()]
         visible = [file for file in inside if not any(part.startswith((".", "_")) for part in file.parts)]
-        files = [os.path.join(path, file) for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
+        found = [file for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
+        # The datasets library writes results of `map` beside the data.
+        files = [os.path.join(path, file) for file in found if not re.fullmatch(r"cache-.*\.arrow", file.name)]
         # Beside others, a .json file describes them.
         files = [file for file in files if suffix_of(file) != ".json"] or files
         if not files:
             raise ValueError(f"{data} is a folder without data: expected files of {', '.join(SUFFIXES)} or .txt in it")
+        if len(splits := sorted({*map(split_of, (os.path.relpath(file, path) for file in files))} - {""})) > 1:
+            raise ValueError(
+                f"{data} has files of the splits {' and '.join(splits)}: give the files of one, or their folder, such "
+                f"as {files[-1]}"
+            )
         return files
     if os.path.exists(path):
         return [path]

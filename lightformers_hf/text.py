@@ -50,9 +50,9 @@ def load_parallel(
     """Load sentence pairs as a dataset of two string columns, `source` and `target`, in the order of the data.
 
     Args:
-        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet), a folder of such files, a pattern
-            (`train-*.jsonl.gz`), several of them, or a dataset on the Hub, `name` or `name:configuration`. Cells of a
-            .tsv file are taken as they stand (a quote is a character).
+        data: a local file (.json, .jsonl, .csv, .tsv, the same with .gz, .parquet, .arrow), a folder of such files or
+            of `save_to_disk`, a pattern (`train-*.jsonl.gz`), several of them, or a dataset on the Hub, `name` or
+            `name:configuration`. Cells of a .tsv file are taken as they stand (a quote is a character).
         source, target: names of columns, or languages inside a column `translation`:
             `{"translation": {"de": "Guten Tag.", "en": "Good day."}}`. A prefix for every source goes behind its
             column, as T5 asks for: `de=translate German to English: ` (see `split_prefix`). If there are no other
@@ -378,6 +378,8 @@ def load_file(path: Path, first: int | None = None, bad: Bad = None, *, suffix: 
         check_file_type(path)
     suffix = suffix or suffix_of(path)
     try:
+        if suffix == ".arrow":
+            return take_rows(Dataset.from_file(str(path)), first)
         if first is not None:
             return _load_first(path, suffix, first, bad)
         with path.open("rb") as file:  # the key of the cache is the content and the reader

@@ -10,11 +10,12 @@ from functools import partial
 import pandas
 import pyarrow
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from pyarrow import parquet
 from transformers import MarianTokenizer
 
 from lightformers_hf import translate
+from lightformers_hf.corpus import Corpus
 from lightformers_hf.evaluation.translate import translate_stream
 from lightformers_hf.loading import load_model
 from lightformers_hf.text import find_texts, load_lines, load_parallel, load_rows, select_texts, tokenize_pairs
@@ -318,6 +319,43 @@ def test_a_folder_is_no_data(tmp_path, monkeypatch):
     for name in ("corpus", str(tmp_path / "corpus")):
         with pytest.raises(ValueError, match="is a folder without data"):
             load_parallel(name, source="de", target="en")
+
+
+def both_ways(data):
+    """Pairs by `load_parallel`, and those that a `Corpus` draws."""
+    drawn = Corpus(data, source="de", target="en", default=("de", "en")).sample(100, seed=0)
+    pairs = load_parallel(data, source="de", target="en")[:]
+    assert sorted(drawn["source"]) == sorted(pairs["source"])
+    return pairs
+
+
+def test_a_folder_of_several_splits_is_no_data(tmp_path):
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    for name in ("data/train/0.jsonl", "data/train/more-1.jsonl", "contest.jsonl"):
+        write(tmp_path, name)
+    assert both_ways(str(tmp_path))["source"] == PAIRS["de"] * 3
+    for name in ("test.jsonl", "data/dev_1.parquet"):
+        write(tmp_path, name)
+        for read in (both_ways, load_rows):
+            with pytest.raises(ValueError, match=r"splits test and train.*: give the files of one"):
+                read(str(tmp_path))
+    assert both_ways(str(tmp_path / "data" / "train"))["source"] == PAIRS["de"] * 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_folder_of_save_to_disk(tmp_path, nested):
+    rows = [{"translation": row} for row in ROWS] if nested else ROWS
+    data = Dataset.from_list(rows)
+    DatasetDict(train=data, test=data).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match="splits test and train: give the files of one"):
+        load_rows(str(tmp_path / "splits"))
+    folder = tmp_path / "splits" / "train"
+    (folder / "cache-0123.arrow").write_bytes((folder / "data-00000-of-00001.arrow").read_bytes())
+    assert both_ways(str(folder)) == {"source": PAIRS["de"], "target": PAIRS["en"]}
+    assert len(load_rows(str(folder), first=2)) == 2
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(ValueError, match=r"00001.arrow cannot be read as arrow"):
+        load_rows(str(folder))
 
 
 @pytest.mark.parametrize("packed", [False, True])
