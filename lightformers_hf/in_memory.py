@@ -64,13 +64,25 @@ def lacks_tokenizer(given: object = None) -> ValueError:
 
 
 def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:
-    """Whether a model is loaded, not a folder or a name on the Hub. Raises `ValueError` for other objects."""
+    """Whether a model is loaded, not a folder or a name on the Hub.
+
+    Raises `ValueError` for other objects, and for a model that has an adapter, or weights on a disk.
+    """
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
         raise ValueError(
             f"model is a {type(model).__name__}: expected a folder, a name on the Hub or a PreTrainedModel. "
             "Merge an adapter with merge_and_unload()"
         )
-    return isinstance(model, PreTrainedModel)
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "the loaded model has an adapter beside its weights: merge it, "
+            "PeftModel.from_pretrained(base, adapter).merge_and_unload(), and give the result"
+        )
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise ValueError("the loaded model has weights that are not in memory (device_map): give its folder")
+    return True
 
 
 def given_folders(*models: AnyModel) -> list[str]:

@@ -1,5 +1,6 @@
 """The public functions: the examples of the reference, loaded models, and the names of earlier versions."""
 
+import copy
 import inspect
 import json
 import re
@@ -123,7 +124,16 @@ def test_a_loaded_model_becomes_a_compressed_one(loaded, tiny_marian, tmp_path):
 
 def test_what_is_wrong_with_loaded_models_is_said(workplace, loaded, tiny_marian, tmp_path):
     model, tokenizer = loaded
+    adapted, offloaded = copy.copy(model), type(model)(model.config).to("meta")
+    adapted.peft_config = {}  # as of `add_adapter`
+    options = {"tokenizer": tokenizer, "data": "test.jsonl", "speed": False}
     for message, call in {
+        "has an adapter beside its weights: merge it": lambda: lf.convert(adapted, tokenizer=tokenizer, **FAST),
+        "has an adapter": lambda: lf.evaluate(adapted, **options),
+        "has weights that are not in memory .* give its folder": lambda: lf.convert(
+            offloaded, tokenizer=tokenizer, **FAST
+        ),
+        "not in memory": lambda: lf.evaluate(model, teacher=offloaded, **options),
         "tokenizer is missing: give tokenizer": lambda: lf.convert(model, calibration="train.jsonl"),
         "model is loaded, but tokenizer is missing": lambda: lf.export(model, tmp_path / "new", to="onnx"),
         "tokenizer is a PosixPath: give": lambda: lf.plan(model, tokenizer=tiny_marian, **FAST),
