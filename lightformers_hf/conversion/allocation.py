@@ -295,6 +295,13 @@ def find_budget(
             f" is {asked}, which cannot be met: with everything at its smallest {left} are left"
             + (f"; {hint}" if hint else ""),
         )
+    stored = originals.teacher.model.num_parameters() - besides
+    if name == "ratio" and not given and originals.narrowed == 1 and available >= stored > 0:
+        raise OptionError(
+            name,
+            f" is {asked}, and the matrices of {originals.teacher.name} are as small already, because a ratio "
+            f"counts from dense matrices: give more than {whole / stored:.2f}",
+        )
     held = dense.num_parameters() if name == "params" else tensor_bytes(dense)
     if name != "ratio" and read_quantity(name, asked) >= held:
         has = f"{held:,} parameters" if name == "params" else f"{held / 1e6:,.1f} MB"

@@ -106,6 +106,8 @@ def test_every_projection_is_found(case, tmp_path):
 def test_a_compressed_model_is_compressed_again(tmp_path):
     make_teacher("subformer", tmp_path / "teacher")
     once = convert(tmp_path / "teacher", tmp_path / "once", ratio=1.5, progress=False)
+    with pytest.raises(ValueError, match=r"ratio is 1.2, .* as small already.*: give more than 1.5"):
+        convert(tmp_path / "once", tmp_path / "twice", ratio=1.2, progress=False)
     twice = convert(tmp_path / "once", tmp_path / "twice", ratio=3, progress=False)
     assert twice.parameters_after < once.parameters_after
     assert models.SubformerForConditionalGeneration.from_pretrained(tmp_path / "twice").num_parameters() == (
