@@ -46,7 +46,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     A matrix whose rule is fixed gets the default form, and a matrix with a form in the source keeps that form. The
     same applies to all matrices of its attention block or network.
     """
-    dense, forms, policy = originals.dense, all_forms(), options.policy
+    dense, forms, policy = originals.dense, all_forms(), originals.policy
     methods = dict.fromkeys(form.method for form in forms)
     for option in ("attention_method", "ffn_method"):
         if (asked := getattr(study, option)) is not None and asked not in methods:
@@ -146,7 +146,7 @@ def choose(
     The first candidate mixes all forms by their predicted costs. The others have one form wherever it is possible,
     because predictions are sometimes wrong; of a large model, if their cost is at most `LIKELY` times the first's.
     """
-    policy = options.policy
+    policy = originals.policy
     if originals.calibration is None or not spends_budget(options, study):
         sites = sort_by_size(first_sites(units))
         costs = weigh([site for site in sites if site.waits(policy)], originals)
@@ -210,7 +210,7 @@ def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> float:
     """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule."""
-    policy = options.policy
+    policy = originals.policy
 
     def fewest(site: Form) -> Setting:
         return site.least if site.waits(policy) else site.follow(policy)
@@ -266,7 +266,7 @@ def find_budget(
     Raises `ValueError` if not even the smallest settings fit, or the model is as small already.
     """
     name, dense, tensors = options.budget, originals.dense, stored_tensors(originals.dense)
-    asked, rule = getattr(options, name), options.policy.default
+    asked, rule = getattr(options, name), originals.policy.default
     besides = dense.num_parameters() - sum(dense.get_submodule(one).weight.numel() for one, _ in find_matrices(dense))
     besides += sum(int(site.size(setting)) for site, setting in given.items())
     whole = sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in free)

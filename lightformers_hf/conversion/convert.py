@@ -119,6 +119,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     originals = Originals(
         teacher,
         dense,
+        options.policy,
         can_align(teacher, dense, options),
         device=algebra_device(device),
         narrowed=teacher.config.d_model / dense.config.d_model,
@@ -234,7 +235,7 @@ def find_steps(
     is_seq2seq = isinstance(teacher.model, ConditionalGenerationHead)
     if teacher is not whole and is_seq2seq and study.refit is not False:
         steps.add("bridge")
-    gets_smaller = originals.is_aligned or originals.narrowed != 1 or options.policy.compresses
+    gets_smaller = originals.is_aligned or originals.narrowed != 1 or originals.policy.compresses
     if is_seq2seq and options.method != "paper" and gets_smaller:
         steps.add("weight")
     if can_refit(dense.config, study) and "weight" in steps:

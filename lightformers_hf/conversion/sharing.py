@@ -24,6 +24,7 @@ from ..models.stack import group_layers
 from ..options import OptionError
 from .moments import INPUT_DAMPING, Metric, damped_root
 from .options import GROUPS, CompressionOptions, StudyOptions
+from .rules import RankPolicy
 from .sensitivity import Calibration
 
 
@@ -267,6 +268,7 @@ class Originals:
 
     teacher: Teacher
     dense: PreTrainedModel  # skeleton of the result before anything gets smaller
+    policy: RankPolicy  # the rules of its matrices
     is_aligned: bool = False  # layers of a group are merged by their inputs, after alignment; else their mean
     calibration: Calibration | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable

@@ -105,7 +105,8 @@ def units_of(folder, **options):
     asked = CompressionOptions(**options)
     study, teacher = resolve_study(asked), read(folder)
     dense = share_layers(teacher, asked, study)
-    return find_units(Originals(teacher, dense), asked, study), [name for name, _ in find_matrices(dense)]
+    units = find_units(Originals(teacher, dense, asked.policy), asked, study)
+    return units, [name for name, _ in find_matrices(dense)]
 
 
 def covered(alternative) -> list[str]:
