@@ -7,7 +7,7 @@ import pytest
 import torch
 from conversion.teachers import COMMON, batch
 from conversion.vocabulary.checkpoints import make_checkpoint
-from models.cases import TINY
+from models.cases import TINY, like_trained
 from safetensors.torch import load_file, save_file
 from tiny import sizes
 from torch import nn
@@ -18,10 +18,13 @@ from transformers import (
     BartForConditionalGeneration,
     M2M100Config,
     M2M100ForConditionalGeneration,
+    MarianConfig,
     MarianMTModel,
 )
 
 from lightformers_hf import StudyOptions, SubformerConfig, SubformerForConditionalGeneration, convert, plan
+from lightformers_hf.checkpoints.families import FAMILIES
+from lightformers_hf.checkpoints.families.marian import Marian
 from lightformers_hf.checkpoints.teacher import read, shorten
 
 
@@ -123,6 +126,28 @@ def test_positions_of_m2m100_begin_behind_its_padding(tmp_path):
     inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 5)
     expected = model(**inputs).logits
     torch.testing.assert_close(read(tmp_path).model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_biases_that_a_family_lacks_are_zero(monkeypatch):
+    class PlainConfig(MarianConfig):
+        model_type = "plain"
+
+    class Plain(Marian):
+        zeros = r".*_attn\.\w+_proj\.bias"
+
+    monkeypatch.setitem(FAMILIES, "plain", Plain)
+    torch.manual_seed(0)
+    model = like_trained(MarianMTModel(PlainConfig(**COMMON))).eval()
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.bias = None
+    inputs = batch(model)
+    own = read(model).model
+    assert not own.model.decoder.layers[1].encoder_attn.q_proj.bias.any()
+    torch.testing.assert_close(own(**inputs).logits, model(**inputs).logits, atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(Plain, "zeros", "")
+    with pytest.raises(ValueError, match=r"lacks tensors its configuration asks for: model\.encoder.*k_proj\.bias"):
+        read(model)
 
 
 def test_own_classes_are_found_without_their_name(tmp_path):

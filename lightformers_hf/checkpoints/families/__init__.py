@@ -47,6 +47,7 @@ class Family:
     tokenizers: ClassVar[tuple[str, ...]] = ()  # classes by which other programs know the family
     translates: ClassVar[bool] = False  # whether its models do nothing else
     ignored: ClassVar[str] = r"(en|de)coder\.version"  # pattern of names (without `model.`) that have no effect
+    zeros: ClassVar[str] = ""  # pattern of names of this package, whose tensors the family lacks: they are zero
     reads_positions: ClassVar[bool] = False  # whether its class loads stored positions in place of sinusoids
 
     @classmethod
@@ -107,9 +108,10 @@ class Family:
     def substitute(cls, name: str, shape: torch.Size, config: FactorizedConfig) -> Tensor | None:
         """Return a tensor that a source may omit; `None` for others.
 
-        A bias is then zero, and positions are sinusoids where only one stack has trained ones.
+        The bias of the logits and the tensors of `zeros` are zero. Positions are sinusoids where only one stack has
+        trained ones.
         """
-        if name.endswith("final_logits_bias"):
+        if name == "final_logits_bias" or re.fullmatch(cls.zeros, name):
             return torch.zeros(shape)
         if name.endswith("embed_positions.weight") and cls.reads_positions:
             computed = copy.copy(config)
