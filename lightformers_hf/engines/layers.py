@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoints.families import all_families
+from ..checkpoints.families import OwnFamily, all_families
 from ..checkpoints.teacher import Teacher, read, reads_sound
 from ..in_memory import AnyModel, check_tokenizer_of, model_name
 from ..matrices import Weight
@@ -62,11 +62,11 @@ def read_source(
     if type(source.model) is LightFormerForSpeechSeq2Seq:
         return source
     if type(source.model) is not LightFormerForConditionalGeneration:
+        others = (name for name, family in all_families().items() if not issubclass(family, OwnFamily))
         raise ValueError(
             f"{name} holds a {type(source.model).__name__}, which {engine} does not support: exported models "
-            "are LightFormers for text or speech, and the dense models that become one (Marian, BART, mBART, Pegasus, "
-            "M2M100, T5, mT5, UMT5, Whisper). Run it in transformers, or convert its dense teacher and export "
-            "that."
+            f"are LightFormers for text or speech, and the dense models that become one ({', '.join(others)}). "
+            "Run it in transformers, or convert its dense teacher and export that."
         )
     try:
         Search.of(source.generation_config)
