@@ -325,11 +325,13 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
     return report
 
 
-def check_difference(difference: float, limit: float, *, exact: bool) -> float:
+def check_difference(difference: float, limit: float, quantization: str) -> float:
     """The difference. Raises `ValueError` where an export's log-probabilities are not the checkpoint's."""
     if difference <= limit:
         return difference
-    remedy = "Please report it." if exact else "Export it with quantization float32 (--quantization float32)."
+    wider = "int8" if quantization == "int4" else "float32"
+    remedy = f"Export it with quantization {wider} (--quantization {wider})."
+    remedy = "Please report it." if quantization == wider else remedy
     raise ValueError(
         f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
         f"{limit:.2g}: nothing was written. {remedy}"
@@ -356,7 +358,7 @@ def measure_speech(source: Source, engine: EngineFile, folder: Path, quantizatio
     difference, exact = abs(score - float(expected)) / len(tokens), quantization == "float32"
     allowed = log_p[log_p.isfinite()]
     limit = EXACT if exact else ALIKE * float((allowed - allowed.mean()).abs().mean())
-    return check_difference(difference, limit, exact=exact)
+    return check_difference(difference, limit, quantization)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -421,7 +423,7 @@ def measure_difference(source: Teacher, engine: EngineFile, folder: Path, quanti
     else:
         spread = fmean((expected - expected.mean()).abs().tolist())
         difference, limit = float(errors.mean()), ALIKE * spread
-    check_difference(difference, limit, exact=exact)
+    check_difference(difference, limit, quantization)
     if exact:
         return difference
     own = models[0].generate(sources, search.with_options(1, longest, None))
