@@ -20,7 +20,7 @@ from .workers import Step, map_in_threads
 
 # Bytes that a safetensors file needs for the name of a tensor, about.
 HEADER_BYTES = 130
-# Of teachers with more parameters, a form alone is tried if its predicted cost is at most so many times the mixture's.
+# If a model has more parameters, a form alone is tried if its predicted cost is at most so many times the mixture's.
 LARGE, LIKELY = 20_000_000, 1.25
 AUTO = "auto"  # the candidate that mixes all forms
 # A few minutes of sound show little of an encoder. On other sound its errors cost more than predicted, beside those
@@ -144,7 +144,7 @@ def choose(
     """Return {candidate: its proposal}.
 
     The first candidate mixes all forms by their predicted costs. The others have one form wherever it is possible,
-    because predictions are sometimes wrong; of a large model, if their cost is at most `LIKELY` times the first's.
+    because predictions are sometimes wrong. A large model has only those that cost at most `LIKELY` times the first.
     """
     policy = originals.policy
     if originals.calibration is None or not spends_budget(options, study):
@@ -209,7 +209,7 @@ def find_errors(chosen: Sequence[Choice], originals: Originals) -> dict[Form, fl
 def check_choices(
     units: Sequence[Unit], originals: Originals, options: CompressionOptions, study: StudyOptions
 ) -> float:
-    """Return the share of the matrices' parameters that is removed, about: one half where each follows a rule."""
+    """Return the share of the matrices' parameters that is removed, about; one half where rules give no ratio."""
     policy = originals.policy
 
     def fewest(site: Form) -> Setting:

@@ -232,8 +232,8 @@ def further_text(
 ) -> tuple[Sequence[Batch], Sequence[str]]:
     """More text for a joint fit, and its sources where the user gave them: other ones than those of `draw_pairs`.
 
-    Of the user's text it is half of the rest at most. There is none where `calibration_samples` are given, or where
-    the text has no more.
+    It is at most half of the rest of the user's text, or `FURTHER` times as many generated texts. There is none if
+    `calibration_samples` are given, or if the text has no more.
     """
     if options.calibration_samples is not None:
         return [], ()
@@ -287,7 +287,7 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:
     """Return the default number of sources that a model generates, and their batch size.
 
-    256, and for models below 20M parameters as many times that, four at most, as these have parameters less.
+    Models of at most 10M parameters have ⌊20M / parameters⌋ times 256 sources, at most four times; others have 256.
     """
     times = max(1, min(MOST_TIMES, SMALL // model.num_parameters()))
     return times * SOURCES, times * BATCH

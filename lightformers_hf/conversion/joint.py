@@ -1,7 +1,8 @@
 """Joint fit: all layers of a refitted model move together towards the teacher's predictions.
 
 Least squares fit one layer after another, each to an output of the teacher. What they leave is fitted here at once, by
-gradient descent on the KL divergence from the teacher: two passes over the calibration text, or one over much more.
+gradient descent on the KL divergence from the teacher: two passes over the calibration text and further text, or one
+if the further text is more.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def fit_jointly(
     """Fit the layers of a model to its teacher's predictions, by new tensors in their parameters.
 
     Steps are those of Adafactor (Shazeer and Stern 2018), relative to the size of each tensor, so that one rate fits
-    all models. Their order is a function of the seed, in each of the `passes` over the batches. Tables stay: to fit
-    them, too, brought nothing, and most of the time and memory were theirs.
+    all models. Their order is a function of the seed, in each of the `passes` over the batches. Embedding matrices
+    stay: their fit takes most of the time and memory, without a gain.
 
     Returns: the tensors as they were, in the order of `layer_parameters`.
     """

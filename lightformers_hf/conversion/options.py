@@ -152,8 +152,9 @@ class CompressionOptions:
         Help(
             "Pairs to draw. Default: 1000 or more.",
             "N",
-            "More short pairs are drawn, until each side has 64 tokens per feature of d_model or 32,768 tokens. "
-            "Self-generated texts are 256, and up to 1024 for teachers below 20M parameters.",
+            "More short pairs are drawn, until each side has 64 tokens per feature of d_model, at most 32,768 tokens. "
+            "Self-generated texts are 256, and up to 1024 for teachers of at most 10M parameters. For speech, the number "
+            "is that of pieces of 30 seconds, by default 48. If it is given, the joint fit reads no further text.",
             kind="count",
         ),
     ] = None
@@ -286,8 +287,9 @@ class StudyOptions:
         share_layer_norms: whether the layer norms of new groups are also shared.
         refit: refit every layer by least squares to the teacher's outputs, front to back: after truncation, and before
             it if layers are removed. `None`: if there is text and, after truncation, no layer is shared.
-        joint: whether all layers are fitted together in the end (`fit_jointly`), where weights are made from text.
-        calibration_seed: seed of the selection of calibration pairs, and of the order of the joint fit.
+        joint: whether all layers are fitted together in the end (`fit_jointly`). Without text, without a refit
+            (`refit=False`) and for speech there is no joint fit.
+        calibration_seed: seed of the choice or generation of calibration text, and of the order of the joint fit.
 
     Raises:
         ValueError: a value is not among its choices.

@@ -44,8 +44,8 @@ from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, f
 
 # Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
-# The same of an encoder of sound, also in the metric: its positions are alike. Beside 1e-3, the divergence on other
-# speech is 5 % lower in whisper-base, and 6 % in tiny.en.
+# The same for inputs from an encoder of sound, also in the metric: its positions are alike. Beside 1e-3, the divergence
+# on other speech is 5 % lower in whisper-base, and 6 % in tiny.en.
 SOUND_RIDGE = 0.1
 # Share of the accumulated error of the hidden states that is corrected.
 CORRECTED = 0.5
@@ -139,9 +139,9 @@ class Regression:
 
     A layer's inputs x are the student's, with all layers before it refitted. Its target y is the teacher's output, and
     where that is added to states r, of which the student has r', y + β(r − r'). W* = (E[xᵀx] + ρI)⁻¹ (E[xᵀy] + ρW),
-    all centred if there is a bias, truncated in the metric of the calibration; W is the layer as it was in the
-    teacher. The gain g of a norm becomes g + β(g* − g), with g* fitted by least squares, feature by feature. The norm
-    before the output layer stays where β < 1. See docs/explanation/weighting.md.
+    all centred if there is a bias. W is the layer as it was in the teacher. W* is truncated in the metric of E[xᵀx]
+    and the calibration's G. The gain g of a norm becomes g + β(g* − g), with g* fitted by least squares, feature by
+    feature. The norm before the output layer stays where β < 1. See docs/explanation/weighting.md.
     """
 
     student: PreTrainedModel  # a LightFormer without shared layers

@@ -134,8 +134,9 @@ class CompressionReport(Result):
         vocabulary: if tokens were removed, the number of tokens of `source` and `target`, and the `parameters` of the
             whole model: [kept, before] each.
         languages: the remaining language codes, if some were removed.
-        candidates: the models that were compared, if several were: {method: its predicted `cost`, and the `divergence`
-            in nats a token of a model that was made with a part of the text}. A plan predicts the cost alone.
+        candidates: the models that were compared, if several were: {method: its `cost` and `divergence`}. The cost is
+            predicted, and a plan has only this. The divergence is that of a model made with a part of the text, in
+            nats a token.
         features: features of the hidden states (d_model) of the result and of the source; not in older reports.
         processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
         inherited: metadata from the source's card: licence, languages, task, its name on the Hub.

@@ -2,8 +2,7 @@
 
 W is m×n, its factors m×r and r×n: mn parameters become r(m+n). A rule fixes each matrix by itself. Where one budget
 (`ratio`, `params` or `size`, without patterns) is for all, no rule is asked: `allocation.allocate` chooses among the
-`choices` of forms. This file does not import torch, because options are
-checked with it before anything is loaded.
+`choices` of forms. This file does not import torch, because options are checked with it before anything is loaded.
 """
 
 from __future__ import annotations

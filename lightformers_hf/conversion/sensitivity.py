@@ -1,7 +1,7 @@
 """Sensitivity of the loss to an error in each matrix, measured on calibration text (docs/explanation/weighting.md).
 
-Let y = x·W, and g the gradient at y. Replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats per target token, with Δ = W − Ŵ,
-C = E[|g|² xᵀx] / E[|g|²] and G = Σ gᵀg / target tokens. Errors of different matrices are thus comparable.
+Let y = x·W, and g the gradient at y. Replacing W by Ŵ costs ½ tr(Δᵀ C Δ G) nats per target token, with Δ = W − Ŵ.
+Here C = E[|g|² xᵀx] / E[|g|²] and G = Σ gᵀg / target tokens. Errors of different matrices are thus comparable.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 from .moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, Moments, TensorStore, damped_weights
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
-# Share of the mean variance of inputs that is added to C: random tokens show other inputs than real text.
+# Share of the mean variance of inputs that is added to C; the second for random tokens, which have other inputs than
+# real text.
 SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
-# For sound, the share of positions of the encoder: 0.1 gave whisper-base a 40 % higher divergence on other speech.
-# Shares of transcripts rise where an input has more features than this part of the number of tokens: a few thousand
-# tokens show little of 2,048 neurons.
+# For sound, the share for inputs from the encoder: 0.1 gave whisper-base a 40 % higher divergence on other speech.
+# For n features of N tokens of transcripts, the share is at least n / (FEW · N): a few thousand tokens show little of
+# 2,048 neurons.
 SOUND_SHARE, FEW = 1e-3, 8
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
@@ -327,8 +328,8 @@ def adapt_share(
 ) -> float:
     """Return the share of the mean variance that is added to inputs of a module: of text, `share` itself.
 
-    Of an encoder of sound, whose positions are many and alike, that is `positions`. Tokens of transcripts are few for
-    each of many `features`, which takes more than of text.
+    For sound, inputs from the encoder, whose positions are many and alike, have the share `positions`. Transcripts
+    have few tokens for many `features`, and therefore a larger share than text.
     """
     sound = [batch for batch in batches if "input_features" in batch]
     if not sound:

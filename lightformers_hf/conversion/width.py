@@ -294,8 +294,8 @@ def remove_features(
 ) -> tuple[Teacher, dict[str, Tensor]]:
     """Return a teacher with `width` features, and its `output_maps`; `calibration` becomes that of the new one.
 
-    Of several candidates it is the one whose predictions on the `compared` batches are nearest to those of the `whole`
-    teacher, after a refit on a part of the text.
+    Several candidates are refitted on a part of the text. The one with predictions nearest to those of the `whole`
+    teacher on the `compared` batches is returned.
     """
     best: tuple[float, Any] = torch.inf, None
     candidates = find_streams(calibration.model, calibration, width)
