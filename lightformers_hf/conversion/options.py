@@ -153,8 +153,8 @@ class CompressionOptions:
             "Pairs to draw. Default: 1000 or more.",
             "N",
             "More short pairs are drawn, until each side has 64 tokens per feature of d_model, at most 32,768 tokens. "
-            "Self-generated texts are 256, and up to 1024 for teachers of at most 10M parameters. For speech, the number "
-            "is that of pieces of 30 seconds, by default 48. If it is given, the joint fit reads no further text.",
+            "Self-generated texts are 256, and up to 1024 for teachers of at most 10M parameters. For speech, the "
+            "number is that of pieces of 30 seconds, by default 48. If given, the joint fit reads no further text.",
             kind="count",
         ),
     ] = None

@@ -44,8 +44,8 @@ from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, f
 
 # Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
-# The same for inputs from an encoder of sound, also in the metric: its positions are alike. Beside 1e-3, the divergence
-# on other speech is 5 % lower in whisper-base, and 6 % in tiny.en.
+# The same for inputs from an encoder of sound, also in the metric: its positions are alike. Beside 1e-3, the
+# divergence on other speech is 5 % lower in whisper-base, and 6 % in tiny.en.
 SOUND_RIDGE = 0.1
 # Share of the accumulated error of the hidden states that is corrected.
 CORRECTED = 0.5
