@@ -140,7 +140,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     refits = "refit" in steps
     if not measured.held_out:  # nothing shows how well they do on other text
         proposals = {AUTO: proposals[AUTO]}
-    listed = {name: {"cost": round(one.cost, DIGITS)} for name, one in proposals.items() if one.cost is not None}
+    costs = {name: one.cost for name, one in proposals.items() if one.cost is not None}
+    listed = {name: {"cost": round(cost / 2, DIGITS)} for name, cost in costs.items()}  # nats, as of `Metric`
     best, method = None, AUTO
     agreements: dict[str, Agreement] = {}
     if len(proposals) > 1 and not dry:
