@@ -127,7 +127,7 @@ class RecoverArguments(TrainingOptions):
         str | None,
         Help(
             "int8 or int4, of the deployed model: the last third of the training rounds its weights.",
-            more="Scores are those of the rounded weights; the saved ones are not rounded.",
+            more="Scores are those of the rounded weights, which are saved, unless no step improved the model.",
             values=("int8", "int4"),
         ),
     ] = None

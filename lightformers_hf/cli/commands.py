@@ -58,7 +58,8 @@ def plan(model: str, **options: Any) -> Answer:
 def convert(model: str, output: Path, overwrite: bool, private: bool, **options: Any) -> Answer:
     """Compress a trained Marian, BART, mBART, Pegasus, M2M100, T5, Whisper or LightFormer checkpoint.
 
-    The output loads with AutoModelForSeq2SeqLM and AutoTokenizer. `recover` restores quality that it lost.
+    AutoModelForSeq2SeqLM loads the output, and AutoModelForSpeechSeq2Seq that of a Whisper. `recover` restores lost
+    quality.
 
     Example: lightformers convert Helsinki-NLP/opus-mt-de-en opus-light --ratio 2
     """
@@ -82,7 +83,8 @@ def recover(model: str, output: Path, **options: Any) -> Answer:
 
     The settings follow from how far the model was compressed and from the time, which the first steps measure. The
     model with the best validation score is kept. The score is the first --metric; by default chrF, for outputs of one
-    word the character error rate, for summaries ROUGE-L. The same command resumes an interrupted recovery.
+    word the character error rate, for summaries ROUGE-L, for speech the word error rate. The same command resumes an
+    interrupted recovery.
 
     Example: lightformers recover light recovered --teacher opus-mt-de-en --data train.jsonl --minutes 30
     """
@@ -206,8 +208,8 @@ def translate(model: str, file: Path | None, output: Path | None, device: str, *
 def evaluate(model: str, **options: Any) -> Answer:
     """Measure a checkpoint, beside its teacher if there is one: quality, parameters, bytes, speed, memory.
 
-    Quality is BLEU and chrF; for outputs of one word exact match, character error rate and chrF; for summaries ROUGE.
-    --metric chooses.
+    Quality is BLEU and chrF; for outputs of one word exact match, character error rate and chrF; for summaries ROUGE;
+    for speech word and character error rate. --metric chooses.
 
     Without --source-lang and --target-lang, the languages that the tokenizer names are read from the data's column
     'translation'.
