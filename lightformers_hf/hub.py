@@ -44,7 +44,7 @@ from .stored import CheckpointReader
 # Files that belong to a model; other files of its folder (optimizer states, logs, data) are not sent.
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
-    "model-{0}-of-{0}.safetensors".format("[0-9]" * 5),
+    *("model-{0}-of-{0}.safetensors".format("[0-9]" * 5), "preprocessor_config.json"),
 )
 # Files of every tokenizer class; a class lists further ones.
 TOKENIZER_FILES = (

@@ -125,9 +125,10 @@ def check_checkpoint(folder: Path, *, translates: bool = False) -> PreTrainedCon
     except OSError as error:
         raise FileNotFoundError(f"{folder} is no folder of a checkpoint: {error}") from error
     if translates and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        remedy = ". pipeline('automatic-speech-recognition') transcribes with it" * hasattr(config, "num_mel_bins")
         raise ValueError(
             f"{folder} is a {config.model_type!r} model: expected a sequence-to-sequence model such as Marian, BART "
-            "or LightFormer."
+            f"or LightFormer{remedy}."
         )
     check_stored(config, CheckpointReader(folder).shapes(), folder)
     return config

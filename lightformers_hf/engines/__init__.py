@@ -18,7 +18,7 @@ name. The file has:
   folder without this package, `EXAMPLE`, with `{folder}`, `{text}`, and `{first}` and `{skip}` for a forced token;
 - and if it runs models for speech, `write_speech(source, folder, quantization)`, `load_speech(folder, generation,
   threads)`, which returns a model as of `RunningSpeech`, and the program that loads the folder, `SPEECH_PROGRAM`, with
-  `SPEECH_EXAMPLE`;
+  `SPEECH_EXAMPLE`, with `{folder}`, and `{dtype}` of `DTYPES`, by quantization;
 - and if other programs need a configuration, `write_config(source, folder, prefix)`, which writes it.
 
 This file imports neither PyTorch nor any engine: its names are imported when they are first used.

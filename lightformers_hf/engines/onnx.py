@@ -44,7 +44,18 @@ from ..rounding import (
     round_rows,
 )
 from .layers import Attention, Biases, Expansion, Layer, Source, Stack, model_type, read_output, read_stack
-from .onnx_model import DECODER, ENCODER, FOLDER, OUTPUT, SHORTLIST, SUFFIXES, OnnxModel, OnnxSpeech
+from .onnx_model import (
+    DECODER,
+    DTYPES,
+    ENCODER,
+    FOLDER,
+    OUTPUT,
+    SHORTLIST,
+    SUFFIXES,
+    OnnxModel,
+    OnnxSpeech,
+    stored_form,
+)
 from .shortlist import Shortlist
 
 NAME, LIBRARY = "ONNX Runtime", "transformers.js"
@@ -568,13 +579,15 @@ load, load_speech, write_speech = OnnxModel, OnnxSpeech, write
 SPEECH_PROGRAM = "transformers.js"
 SPEECH_EXAMPLE = """import {{ pipeline }} from "@huggingface/transformers"; // transformers.js
 
-const transcribe = await pipeline("automatic-speech-recognition", "{folder}", {{ dtype: "q8" }});
+const transcribe = await pipeline("automatic-speech-recognition", "{folder}", {{ dtype: "{dtype}" }});
+// In Node, give the samples in place of the file's name, 16,000 a second, as a Float32Array.
 console.log(await transcribe("speech.wav", {{ return_timestamps: "word" }}));"""
 
 
 def describe_loading(folder: Path) -> str:
     """How to run the folder without this package."""
+    dtype = DTYPES.get(stored_form(folder) or "", "fp32")
     return (
-        f"await pipeline('translation', {str(folder)!r}) of @huggingface/transformers (transformers.js), or optimum's "
-        f"ORTModelForSeq2SeqLM.from_pretrained({str(folder)!r}, subfolder='onnx')"
+        f"await pipeline('translation', {str(folder)!r}, {{ dtype: '{dtype}' }}) of @huggingface/transformers "
+        f"(transformers.js), or optimum's ORTModelForSeq2SeqLM.from_pretrained({str(folder)!r}, subfolder='onnx')"
     )

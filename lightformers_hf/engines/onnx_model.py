@@ -25,7 +25,14 @@ SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"
 # Ends of file names, that which `load` prefers first.
 SUFFIXES = {"int4": "_q4", "int8": "_quantized", "float16": "_fp16", "float32": ""}
+DTYPES = {"int4": "q4", "int8": "q8", "float16": "fp16", "float32": "fp32"}  # as transformers.js names them
 OUTPUT = "output"  # begins the names of the nodes of the output layer
+
+
+def stored_form(folder: Path) -> str | None:
+    """The type of numbers of an exported folder; of several, that which `load` prefers."""
+    found = (form for form, end in SUFFIXES.items() if (folder / FOLDER / f"{DECODER}{end}.onnx").is_file())
+    return next(found, None)
 
 
 def specialize(folder: Path, suffix: str, *, sliced: bool) -> tuple[onnx.ModelProto, onnx.ModelProto]:
@@ -98,15 +105,14 @@ class OnnxModel:
         self.search, options = search, onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         self.shortlist = Shortlist.load(folder / SHORTLIST) if (folder / SHORTLIST).is_file() else None
-        found = [end for end in SUFFIXES.values() if (folder / FOLDER / f"{DECODER}{end}.onnx").is_file()]
-        if not found:
+        if (form := stored_form(folder)) is None:
             raise ValueError(
                 f"{folder} has no {FOLDER}/{DECODER}*.onnx, so that an older version of this package wrote it, or the "
                 "export is incomplete: export the checkpoint again"
             )
         self.encoder, self.decoder = (
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-            for model in specialize(folder, found[0], sliced=self.shortlist is not None)
+            for model in specialize(folder, SUFFIXES[form], sliced=self.shortlist is not None)
         )
         self._present = {value.name: value.shape for value in self.decoder.get_outputs() if value.name != "logits"}
         self._past = [name.replace("present", "past_key_values") for name in self._present]

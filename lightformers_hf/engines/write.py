@@ -320,7 +320,8 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
         engine.write_config(source, folder, "")
     sizes: dict[str, Any] = {"weight_bytes": written, "difference": difference, "beside": beside, "reads_sound": True}
     report = describe_export(source, expansion, engine=to, quantization=quantization, **sizes)
-    example = engine.SPEECH_EXAMPLE.format(folder=Path(call.output).name)
+    dtype = getattr(engine, "DTYPES", {}).get(quantization)  # as transformers.js names it
+    example = engine.SPEECH_EXAMPLE.format(folder=Path(call.output).name, dtype=dtype)
     write_report(call, source, report, folder, engine, example)
     return report
 

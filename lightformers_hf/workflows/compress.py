@@ -263,7 +263,8 @@ class Work:
         if not self.reads_sound:  # whose parts are apart
             texts["exclude"] = self.files.test or None
         asked = texts | self.sides | {"metrics": self.metrics} | {name: getattr(self.call, name) for name in TRAINING}
-        if self.call.quantization == "int4":  # int8 costs too little to train for
+        # int8 costs too little to train for, and a training of speech does not round
+        if self.call.quantization == "int4" and not self.reads_sound:
             asked["quantization"] = "int4"
         recover(self.output / "converted", self.light, teacher=self.teacher, **asked)
 

@@ -11,9 +11,12 @@ from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from lightformers_hf import compress, convert, evaluate, recover
+from lightformers_hf.conversion.calibration_speech import hear
 from lightformers_hf.files import read_json
+from lightformers_hf.hub import preview_push
 from lightformers_hf.recovery import runs
 from lightformers_hf.speech import find_sounds
+from lightformers_hf.workflows import recover_speech
 from lightformers_hf.workflows.compress import Work
 from lightformers_hf.workflows.run import Run
 
@@ -127,13 +130,28 @@ def test_a_missing_transcript_leaves_the_others_as_references(root, tmp_path):
     assert not recover(root / "near", tmp_path / "out", **options).with_teacher
 
 
-def test_it_needs_sound(root, tmp_path):
+def test_it_needs_sound_alone(root, tmp_path):
+    options = {"teacher": root / "whisper", "minutes": 1, "progress": False}
     with pytest.raises(ValueError, match="data is missing: a model for speech recovers from sound"):
-        recover(root / "near", tmp_path / "out", teacher=root / "whisper", minutes=1, progress=False)
+        recover(root / "near", tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="exclude is for text"):
+        recover(root / "near", tmp_path / "out", data=str(root / "with"), exclude=str(root / "test"), **options)
 
 
-@pytest.mark.parametrize("layout", ["folder", "data set"])
-def test_one_call_does_it_all(layout, root, tmp_path, monkeypatch):
+def test_a_transcript_in_a_known_language_needs_no_teacher(root, tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(recover_speech, "hear", lambda *arguments: heard.append(arguments) or hear(*arguments))
+    data = {"data": str(root / "with"), "validation": str(root / "test"), "source_lang": "en"}
+    recover(root / "near", tmp_path / "out", teacher=root / "whisper", minutes=0.02, progress=False, **data)
+    assert all(arguments[3].text is None for arguments in heard)  # a few, to forecast the validation's time
+
+
+def test_a_push_has_the_feature_extractor(root):
+    assert "preprocessor_config.json" in preview_push(root / "near", "alice/near")
+
+
+@pytest.mark.parametrize(("layout", "engine"), [("folder", "ctranslate2-int8"), ("data set", "onnx-int4")])
+def test_one_call_does_it_all(layout, engine, root, tmp_path, monkeypatch):
     place = str(root / "with")
     if layout == "data set":
         rows = find_sounds(place)
@@ -142,13 +160,14 @@ def test_one_call_does_it_all(layout, root, tmp_path, monkeypatch):
         place = str(tmp_path / "data.parquet")
         data.cast_column("audio", Audio(decode=False)).to_parquet(place)
     options = {"calibration": place, "ratio": 1.5, "pattern": {"embedding": "dense"}, "minutes": 0.05}
+    options |= dict(zip(("to", "quantization"), engine.split("-"), strict=True))
     found = compress(root / "whisper", tmp_path / "small", progress=False, **options)
     parts = [find_sounds(str(tmp_path / f"small/data/{part}.jsonl")) for part in ("calibration", "validation", "test")]
     assert [len(part) for part in parts] == [32, 4, 4]
     assert len({sound.read().tobytes() for part in parts for sound in part}) == len(set(read_all(place)))
     assert read_json(tmp_path / "small/converted/compression.json")["calibration"] == "calibration.jsonl"
     assert [place.scores["wer"] for place in found.engines.deployed] == [0, 0, 0, 0]
-    assert {place.form for place in found.engines.deployed} == {"transformers", "ctranslate2-int8"}
+    assert {place.form for place in found.engines.deployed} == {"transformers", engine}
     assert found.engines.rows()["1 core, batch 1, beam 1"][0][2] == "x real time"
     assert error_rate(tmp_path / "small/deployed", root) == 0
     monkeypatch.setattr(Work, "convert", lambda self: pytest.fail("converted again"))
