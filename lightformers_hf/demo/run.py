@@ -211,9 +211,10 @@ def train_model(
     *,
     steps: int,
     learning_rate: float,
-    label_smoothing: float,
-) -> None:
-    """Train a model on the CPU with a progress bar."""
+    label_smoothing: float = 0.0,
+    teacher: PreTrainedModel | None = None,
+) -> list[tuple[int, float]]:
+    """Train a model on the CPU with a progress bar; return the training loss, (step, mean since the last), in nats."""
     bar = tqdm(total=steps, desc="training", unit="step")
     with one_process(), tempfile.TemporaryDirectory() as scratch, bar:
         # Not batches of one length by a token budget: sentences of one length are often of one template here, and such
@@ -229,9 +230,11 @@ def train_model(
             train_dataset=tokenize_pairs(train, tokenizer, max_source_length=LONGEST, max_target_length=LONGEST),
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
             callbacks=[Progress(bar)],
+            teacher=teacher,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _write_tokenizer(folder: Path, sentences: list[str], vocabulary: int) -> None:
