@@ -54,19 +54,19 @@ def find_files(data: str) -> list[str] | None:
     if os.path.isdir(path):
         inside = [file.relative_to(path) for file in sorted(Path(path).rglob("*")) if file.is_file()]
         visible = [file for file in inside if not any(part.startswith((".", "_")) for part in file.parts)]
-        found = [file for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
+        known = [file for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
         # The datasets library writes results of `map` beside the data.
-        files = [os.path.join(path, file) for file in found if not re.fullmatch(r"cache-.*\.arrow", file.name)]
+        found = [file for file in known if not re.fullmatch(r"cache-.*\.arrow", file.name)]
         # Beside others, a .json file describes them.
-        files = [file for file in files if suffix_of(file) != ".json"] or files
-        if not files:
+        found = [file for file in found if suffix_of(file) != ".json"] or found
+        if not found:
             raise ValueError(f"{data} is a folder without data: expected files of {', '.join(SUFFIXES)} or .txt in it")
-        if len(splits := sorted({*map(split_of, (os.path.relpath(file, path) for file in files))} - {""})) > 1:
+        if len(splits := sorted({split_of(str(file)) for file in found} - {""})) > 1:
             raise ValueError(
                 f"{data} has files of the splits {' and '.join(splits)}: give the files of one, or their folder, such "
-                f"as {files[-1]}"
+                f"as {os.path.join(path, found[-1])}"
             )
-        return files
+        return [os.path.join(path, file) for file in found]
     if os.path.exists(path):
         return [path]
     if not is_file_name(data):

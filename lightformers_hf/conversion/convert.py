@@ -60,7 +60,7 @@ SHORTEST, LONGEST = 0.3, 3.0
 LIBRARIES, COPIES = 1.4e9, 4.0
 
 WORTH_FITTING = 1e-4  # nats a token: below, layers are not fitted jointly
-COMPARED = 8192  # target tokens, about: a comparison on more takes long, with the same outcome
+COMPARED_TOKENS = 8192  # of targets, about: a comparison on more takes long, with the same outcome
 CLOSE = 1.1  # divergences from the teacher that are equal but for chance
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
@@ -322,7 +322,7 @@ def measure(
     if "joint" in steps:
         further, sources = further_text(model, whole, options, study, pairs)
         known |= {*map(fingerprint, sources)}
-    every = max(1, sum(int(predicted_mask(batch).sum()) for batch in agreed) // COMPARED)
+    every = max(1, sum(int(predicted_mask(batch).sum()) for batch in agreed) // COMPARED_TOKENS)
     agreed = agreed[::every]
     return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))
 

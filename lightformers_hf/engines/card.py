@@ -16,16 +16,17 @@ from .layers import Source
 def write_card(
     folder: Path, source: Source, *, engine: str, form: str, lines: list[str], library: str, example: str = ""
 ) -> None:
-    """Write the card of an export into `folder`, with remarks (`lines`) and a program in Python (`example`).
+    """Write the card of an export into `folder`, with remarks (`lines`) and a program (`example`).
 
-    The `form` is the type of the stored numbers, and the `library` loads the export.
+    The `form` is the type of the stored numbers, and the `library` loads the export. The program of transformers.js is
+    in JavaScript, and others are in Python.
     """
     metadata = inherited_metadata(source.folder, source.hub_name)
     if metadata.get("base_model"):
         metadata["base_model_relation"] = "quantized" if form.startswith("int") else "finetune"
     tags = list(dict.fromkeys([engine, form, library]))
     fields = {"metadata": ModelCardData(**metadata, library_name=library, tags=tags).to_yaml(), "mark": MARK}
-    fields |= {"engine": engine, "form": form, "lines": lines, "example": example}
+    fields |= {"engine": engine, "form": form, "lines": lines, "example": example, "library": library}
     (folder / CARD_FILE).write_text(load_template(__package__).render(**fields), encoding="utf-8")
 
 

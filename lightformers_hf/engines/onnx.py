@@ -586,7 +586,7 @@ console.log(await transcribe("speech.wav", {{ return_timestamps: "word" }}));"""
 
 def describe_loading(folder: Path) -> str:
     """How to run the folder without this package."""
-    dtype = DTYPES.get(stored_form(folder) or "", "fp32")
+    dtype = DTYPES[stored_form(folder) or "float32"]
     return (
         f"await pipeline('translation', {str(folder)!r}, {{ dtype: '{dtype}' }}) of @huggingface/transformers "
         f"(transformers.js), or optimum's ORTModelForSeq2SeqLM.from_pretrained({str(folder)!r}, subfolder='onnx')"

@@ -331,8 +331,8 @@ def check_difference(difference: float, limit: float, quantization: str) -> floa
     if difference <= limit:
         return difference
     wider = "int8" if quantization == "int4" else "float32"
-    remedy = f"Export it with quantization {wider} (--quantization {wider})."
-    remedy = "Please report it." if quantization == wider else remedy
+    advice = f"Export it with quantization {wider} (--quantization {wider})."
+    remedy = "Please report it." if quantization == wider else advice
     raise ValueError(
         f"the exported model's log-probabilities differ from the checkpoint's by {difference:.2g} nats, more than "
         f"{limit:.2g}: nothing was written. {remedy}"

@@ -37,8 +37,7 @@ TRANSFORMERS_JS = "4.3.2"
 SMALLEST_SHARED = 4096  # bytes of a tensor
 PAGE_FILES = ("index.html", "style.css", "app.js", "worker.js", "sw.js")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "preprocessor_config.json", "onnx/*.onnx")
-# {quantization: its name in transformers.js, and the end of file names}
-DTYPES = {"int8": ("q8", "_quantized"), "int4": ("q4", "_q4")}
+QUANTIZATIONS = ("int8", "int4")
 # {package: files of it that the page loads}
 VENDORED = {
     "@huggingface/transformers": ("dist/transformers.min.js", "LICENSE"),
@@ -77,8 +76,8 @@ def export_web(call: WebArguments) -> WebReport:
     output, names = call.output, {"model": call.model} | ({"compare": call.compare} if call.compare else {})
     inputs = [*names.values(), call.calibration]
     check_output(output, overwrite=call.overwrite, inputs=inputs)
-    if call.quantization not in DTYPES:
-        raise ValueError(f"quantization is {call.quantization!r}; a page has {' or '.join(DTYPES)}")
+    if call.quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization is {call.quantization!r}; a page has {' or '.join(QUANTIZATIONS)}")
     is_speech = not is_loaded(call.model) and reads_sound(load_pretrained(AutoConfig, resolve_source(call.model)))
     asked = ("quantization", "calibration", *(() if is_speech else ("source_lang", "target_lang")))
     options = {name: getattr(call, name) for name in asked}
@@ -87,13 +86,15 @@ def export_web(call: WebArguments) -> WebReport:
         reports = [_write_model(name, temporary / key, options) for key, name in names.items()]
         if len({report.reads_sound for report in reports}) > 1:
             raise ValueError("one of model and compare reads sound and the other one text: give two of one kind")
+        from ..onnx_model import DTYPES  # imports an optional dependency, which is there
+
         title = f"{printable_name(call.model)} in the browser"
         tokenizer = read_json(temporary / "model" / "tokenizer_config.json")
         language = call.source_lang or tokenizer.get("source_lang") or tokenizer.get("src_lang")
         target = call.target_lang or tokenizer.get("target_lang") or tokenizer.get("tgt_lang")
         models = [
             {"folder": key, "name": printable_name(name), "bytes": folder_bytes(temporary / key)}
-            | {"dtype": DTYPES[call.quantization][0]}
+            | {"dtype": DTYPES[call.quantization]}
             for key, name in names.items()
         ]
         page: dict[str, Any] = {
@@ -149,7 +150,9 @@ def _write_model(name: AnyModel, folder: Path, options: dict[str, Any]) -> Expor
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
     if not report.reads_sound:  # whose encoder has no embedding matrix
-        share_weights(folder / "onnx", DTYPES[options["quantization"]][1])
+        from ..onnx_model import SUFFIXES  # imports an optional dependency, which is there
+
+        share_weights(folder / "onnx", SUFFIXES[options["quantization"]])
     return report
 
 
