@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,10 +36,14 @@ from .sensitivity import GIVEN, Batch
 from .workers import Step, cast_weights, fast_products
 
 WINDOWS = 48  # pieces by default, each as long as the encoder reads
-SAMPLES = 8  # transcripts of a piece with errors of the teacher
+AT_ONCE = 8  # pieces that are transcribed together: a step takes hardly longer than for one
+SAMPLES = 16  # transcripts of a piece with errors of the teacher
 # Share of their tokens that are any of the vocabulary: a few minutes of speech show few of its embeddings. The tokens
-# of byte-pair encoding begin with common ones, of which so many are about equally likely.
-REPLACED, COMMON = 0.3, 200
+# of byte-pair encoding begin with common ones, of which so many are about equally likely. A share of them are numbers:
+# read literature has none in digits, and a model that never saw them repeats them without end.
+REPLACED, COMMON, NUMBERS = 0.3, 200, 0.2
+# In every second transcript with errors, so many spans of at most three tokens stand up to four times.
+SPANS, SPAN, TIMES = 2, 3, 4
 # Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
 SILENT = 8
 # Settings of the teacher's generation that its transcripts follow.
@@ -91,13 +96,16 @@ def sound_batches(
     config = model.generation_config = teacher.generation_config
     extractor, tokenizer = teacher.need_extractor(), teacher.need_tokenizer()
     counted = torch.arange(model.config.max_source_positions) % SILENT == 0
+    likely = token_weights(tokenizer, model.config.eos_token_id)
     batches: list[Batch] = []
     with cast_weights(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for piece in Step("transcribing", pieces, unit="piece"):
-            heard = hear(model, tokenizer, extractor, piece, language)
+        groups = [pieces[start : start + AT_ONCE] for start in range(0, len(pieces), AT_ONCE)]
+        heard_groups = (hear(model, tokenizer, extractor, group, language) for group in groups)
+        all_heard = Step("transcribing", chain.from_iterable(heard_groups), total=len(pieces), unit="piece")
+        for piece, heard in zip(pieces, all_heard, strict=True):
             prompt, timed = (prompt_of(config, heard.language, times=times) for times in (False, True))
-            samples = draw_errors(model, heard.states, prompt, heard.text)
+            samples = draw_errors(model, heard.states, prompt, heard.text, likely)
             rows = [(prompt, heard.text), (timed, add_times([(len(piece.wave), heard.text)], config))]
             rows += [(prompt, sample) for sample in samples]
             batch = _pack(rows, model.config.max_position_embeddings)
@@ -121,23 +129,28 @@ def hear(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     extractor: FeatureExtractionMixin,
-    piece: Piece,
+    pieces: Sequence[Piece],
     language: str | None,
-) -> Heard:
-    """Find the language of a piece where it is not given, and transcribe the piece if it has no transcript."""
+) -> list[Heard]:
+    """Find the languages of pieces where none is given, and transcribe those without a transcript, in one batch."""
     config = model.generation_config
-    features = extractor([piece.wave], sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+    waves = [piece.wave for piece in pieces]
+    features = extractor(waves, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+    languages = [language] * len(pieces)
     with fast_products(model.device):
         encoded = model.get_encoder()(features.to(model.device))
         if getattr(config, "is_multilingual", False) and language is None:
             found = model.detect_language(encoder_outputs=encoded)
-            language = tokenizer.convert_ids_to_tokens(found.tolist())[0].strip("<|>")
+            languages = [name.strip("<|>") for name in tokenizer.convert_ids_to_tokens(found.tolist())]
     states = encoded.last_hidden_state
-    if piece.text is None:
-        text = _generate(model, states, prompt_of(config, language))
-    else:
-        text = transcript_tokens(tokenizer, piece.text, config)
-    return Heard(features, states, language, text)
+    unknown = [place for place, piece in enumerate(pieces) if piece.text is None]
+    prompts = [prompt_of(config, languages[place]) for place in unknown]
+    generated = iter(_generate(model, states[unknown], prompts) if unknown else [])
+    texts = [
+        next(generated) if piece.text is None else transcript_tokens(tokenizer, piece.text, config) for piece in pieces
+    ]
+    rows = zip(features.split(1), states.split(1), languages, texts, strict=True)
+    return [Heard(*row) for row in rows]
 
 
 def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
@@ -154,12 +167,35 @@ def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
     return {name: torch.tensor([values]) for name, values in names.items()}
 
 
+def token_weights(tokenizer: PreTrainedTokenizerBase, end: int) -> Tensor:
+    """Weights (V,) of the tokens of text as errors: by their place in the vocabulary, and numbers apart."""
+    weights = 1 / (torch.arange(end) + COMMON)
+    numbers = torch.tensor([token.lstrip("Ġ").isdecimal() for token in tokenizer.convert_ids_to_tokens(range(end))])
+    counted = weights * numbers
+    return weights / weights.sum() * (1 - NUMBERS) + counted / counted.sum().clamp_min(1e-9) * NUMBERS
+
+
+def replace_tokens(tokens: Tensor, likely: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Tokens (…) of which the share `REPLACED` is drawn by the weights `likely`."""
+    others = likely.multinomial(tokens.numel(), replacement=True, generator=generator).view_as(tokens)
+    return torch.where(torch.rand(tokens.shape, generator=generator) < REPLACED, others, tokens)
+
+
+def repeat_span(tokens: list[int], draw: random.Random) -> list[int]:
+    """Tokens of which a random span is repeated: so an endless repetition begins."""
+    end = draw.randrange(len(tokens)) + 1
+    span = tokens[max(0, end - draw.randint(1, SPAN)) : end]
+    return [*tokens[:end], *span * draw.randint(1, TIMES - 1), *tokens[end:]]
+
+
 @torch.inference_mode()
-def draw_errors(model: PreTrainedModel, states: Tensor, prompt: list[int], text: list[int]) -> list[list[int]]:
+def draw_errors(
+    model: PreTrainedModel, states: Tensor, prompt: list[int], text: list[int], likely: Tensor
+) -> list[list[int]]:
     """Transcripts in which every token is drawn from what the model predicts after the tokens before it in `text`.
 
-    They hold its likely errors. Samples of whole transcripts would take a pass for each token. A share of the tokens,
-    `REPLACED`, is drawn from the vocabulary.
+    They hold its likely errors. Samples of whole transcripts would take a pass for each token. There are others, too
+    (`replace_tokens`, `repeat_span`).
     """
     end = model.config.eos_token_id
     inputs = torch.tensor([[*prompt, *text[:-1]]], device=states.device)
@@ -170,17 +206,20 @@ def draw_errors(model: PreTrainedModel, states: Tensor, prompt: list[int], text:
     if not len(logits):
         return []
     drawn = logits.softmax(-1).multinomial(SAMPLES, replacement=True).T.cpu()
-    others = (1 / (torch.arange(end) + COMMON)).multinomial(drawn.numel(), replacement=True).view_as(drawn)
-    return [[*row, end] for row in torch.where(torch.rand(drawn.shape) < REPLACED, others, drawn).tolist()]
+    rows, draw = replace_tokens(drawn, likely).tolist(), random.Random(int(torch.randint(2**30, ())))
+    for place in range(0, SAMPLES, 2):
+        for _ in range(SPANS):
+            rows[place] = repeat_span(rows[place], draw)
+    return [[*row, end] for row in rows]
 
 
 @torch.inference_mode()
-def _generate(model: PreTrainedModel, states: Tensor, prompt: list[int]) -> list[int]:
-    """The likeliest tokens after a prompt, with the end, for the encoder's states."""
+def _generate(model: PreTrainedModel, states: Tensor, prompts: list[list[int]]) -> list[list[int]]:
+    """The likeliest tokens after each prompt of equal length, with the end, for the encoder's states."""
     own, end = model.generation_config, model.config.eos_token_id
     settings = GenerationConfig(
         **{name: getattr(own, name) for name in RULES},
-        max_new_tokens=model.config.max_target_positions - len(prompt),
+        max_new_tokens=model.config.max_target_positions - len(prompts[0]),
         eos_token_id=end,
         pad_token_id=end,
     )
@@ -190,9 +229,10 @@ def _generate(model: PreTrainedModel, states: Tensor, prompt: list[int]) -> list
             tokens = GenerationMixin.generate(
                 model,
                 encoder_outputs=BaseModelOutput(last_hidden_state=states),
-                decoder_input_ids=torch.tensor([prompt], device=states.device),
+                decoder_input_ids=torch.tensor(prompts, device=states.device),
                 generation_config=settings,
             )
     finally:
         model.generation_config = own
-    return [*(token for token in tokens[0, len(prompt) :].tolist() if token != end), end]
+    texts = tokens[:, len(prompts[0]) :].tolist()
+    return [[*(token for token in text if token != end), end] for text in texts]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSpeechSeq2Seq
 
-from ..conversion.calibration_speech import SILENT, hear
+from ..conversion.calibration_speech import AT_ONCE, SILENT, hear, replace_tokens, token_weights
 from ..corpus import Corpus, Pairs
 from ..evaluation.quality import SPEECH, choose_metrics
 from ..evaluation.transcribe import load_processor, normalizer_of
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 MOST_SECONDS = 7200  # of sound, which stays in memory
 PIECE = 400  # what a piece counts of the tokens of a batch
-TRIED = 4  # pieces whose transcription is timed
 SPEEDS = 0.88, 1.12  # of sound in training: a little sound is heard again and again
 FEWEST = 20  # pieces that are transcribed, however short the time is
 
@@ -114,22 +114,27 @@ class SoundRun(Run):
         known = {tuple(row[:2]): row[2:] for row in read_json(file)["sound"]} if self.resumes else {}
         rows: dict[str, list[str]] = {"source": [], "target": []}
         end, seconds = time.monotonic() + FOR_TRANSLATIONS * 60 * self.call.minutes, 0.0
-        positions = self.model.config.max_source_positions
-        for sound in sounds:
-            cut = cut_pieces([sound], seconds=self.extractor.chunk_length, positions=positions)
-            for number, piece in enumerate(cut):
-                name = f"{data}/{sound.name}#{number}"
-                if self.resumes and (data, name) not in known:
-                    continue
-                if self.call.translations and data == self.data:
-                    piece = replace(piece, text=None)
-                elif self.call.translations is False and piece.text is None:
-                    raise OptionError(
-                        "translations",
-                        f" is False, but {name} has no transcript: remove it, and the teacher transcribes",
-                    )
-                if not self.resumes:
-                    known[data, name] = self.transcribe(piece, language)
+        settings = {"seconds": self.extractor.chunk_length, "positions": self.model.config.max_source_positions}
+        named = (
+            (f"{data}/{sound.name}#{number}", piece)
+            for sound in sounds
+            for number, piece in enumerate(cut_pieces([sound], **settings))
+        )
+        while group := dict(islice(named, AT_ONCE)):
+            if self.resumes:
+                group = {name: piece for name, piece in group.items() if (data, name) in known}
+            untold = next((name for name, piece in group.items() if piece.text is None), None)
+            if self.call.translations and data == self.data:
+                group = {name: replace(piece, text=None) for name, piece in group.items()}
+            elif self.call.translations is False and untold:
+                raise OptionError(
+                    "translations",
+                    f" is False, but {untold} has no transcript: remove it, and the teacher transcribes",
+                )
+            if not self.resumes:
+                texts = self.transcribe([*group.values()], language)
+                known |= {(data, name): [*text] for name, text in zip(group, texts, strict=True)}
+            for name, piece in group.items():
                 text, self.spoken[name] = known[data, name]
                 self.pieces[name] = piece
                 rows["source"].append(name)
@@ -143,13 +148,16 @@ class SoundRun(Run):
         self.known |= known
         return Dataset.from_dict(rows)
 
-    def transcribe(self, piece: Piece, language: str | None) -> tuple[str, str | None]:
-        """The transcript of a piece, the teacher's where it has none, and its language, of a multilingual model."""
+    def transcribe(self, pieces: Sequence[Piece], language: str | None) -> list[tuple[str, str | None]]:
+        """Transcripts of pieces, the teacher's where they have none, and their languages, of a multilingual model."""
         multilingual = getattr(self.distiller.generation_config, "is_multilingual", False)
-        if piece.text is not None and (language is not None or not multilingual):
-            return piece.text, language
-        heard = hear(self.distiller, self.tokenizer, self.extractor, piece, language)
-        return self.tokenizer.decode(heard.text, skip_special_tokens=True).strip(), heard.language
+        texts = [piece.text for piece in pieces if piece.text is not None]
+        if len(texts) == len(pieces) and (language is not None or not multilingual):
+            return [(text, language) for text in texts]
+        return [
+            (self.tokenizer.decode(heard.text, skip_special_tokens=True).strip(), heard.language)
+            for heard in hear(self.distiller, self.tokenizer, self.extractor, pieces, language)
+        ]
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the transcripts, and return that no pairs are beside them."""
@@ -161,10 +169,9 @@ class SoundRun(Run):
 
     def time_each(self) -> float:
         """Seconds of the transcription of a piece."""
-        start, names = time.monotonic(), self.held_out["source"][:TRIED]
-        for name in names:
-            piece = replace(self.pieces[name], text=None)
-            hear(self.distiller, self.tokenizer, self.extractor, piece, self.spoken[name])
+        start, names = time.monotonic(), self.held_out["source"][:AT_ONCE]
+        pieces = [replace(self.pieces[name], text=None) for name in names]
+        hear(self.distiller, self.tokenizer, self.extractor, pieces, self.spoken[names[0]])
         return (time.monotonic() - start) / len(names)
 
     def tokenize_pool(self, pairs: Pairs) -> SoundPool:
@@ -183,8 +190,18 @@ class SoundRun(Run):
     def collator(self, model: PreTrainedModel) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
         return self.collate
 
-    def window(self, parts: list[tuple[str, np.ndarray, str]], *, times: bool) -> dict[str, Any]:
-        """Pieces of one language (name, sound, transcript) behind each other: decoder inputs, labels, and sound."""
+    @cached_property
+    def likely(self) -> torch.Tensor:
+        """Weights of the tokens that are errors."""
+        return token_weights(self.tokenizer, self.model.config.eos_token_id)
+
+    def window(
+        self, parts: list[tuple[str, np.ndarray, str]], *, times: bool, errors: random.Random | None = None
+    ) -> dict[str, Any]:
+        """Pieces of one language (name, sound, transcript) behind each other: decoder inputs, labels, and sound.
+
+        With `errors`, which draws them, the inputs have some: the labels are what should follow all the same.
+        """
         config = self.distiller.generation_config
         prompt = prompt_of(config, self.spoken[parts[0][0]], times=times)
         said = [(len(wave), transcript_tokens(self.tokenizer, text, config)) for _, wave, text in parts]
@@ -192,8 +209,13 @@ class SoundRun(Run):
         sequence = [*prompt, *(add_times(said, config) if times else [*joined, config.eos_token_id])]
         sequence = sequence[: self.longest + 1]
         labels = [*[IGNORED] * (len(prompt) - 1), *sequence[len(prompt) :]]
+        inputs = sequence[:-1]
+        if errors:
+            text = torch.tensor(inputs[len(prompt) :])
+            mixed = replace_tokens(text, self.likely, torch.Generator().manual_seed(errors.getrandbits(32)))
+            inputs[len(prompt) :] = torch.where(text < config.eos_token_id, mixed, text).tolist()
         wave = np.concatenate([wave for _, wave, _ in parts])
-        return {"input_features": wave, "decoder_input_ids": sequence[:-1], "labels": labels}
+        return {"input_features": wave, "decoder_input_ids": inputs, "labels": labels}
 
     def collate(self, windows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """A batch of windows."""
@@ -230,14 +252,19 @@ class SoundPool:
         return len(self.pairs["source"])
 
     def features(self, rows: list[int]) -> list[dict[str, Any]]:
-        """The windows of a batch, at random speeds, with and without times at random."""
+        """The windows of a batch, at random speeds, with and without times and errors at random."""
         run, draw = self.run, random.Random(repr(rows))
         longest = RATE * run.extractor.chunk_length
         names, texts = ([self.pairs[side][row] for row in rows] for side in ("source", "target"))
         waves = [change_speed(run.pieces[name].wave, draw.uniform(*SPEEDS), longest) for name in names]
         groups = join_lengths([len(wave) for wave in waves], longest, [run.spoken[name] for name in names])
         parts = [*zip(names, waves, texts, strict=True)]
-        return [run.window([parts[one] for one in group], times=draw.random() < 0.5) for group in groups]
+        return [
+            run.window(
+                [parts[one] for one in group], times=draw.random() < 0.5, errors=draw if draw.random() < 0.5 else None
+            )
+            for group in groups
+        ]
 
 
 class ScoredSound(torch.utils.data.Dataset):

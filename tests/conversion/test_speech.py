@@ -1,6 +1,7 @@
 """Whisper becomes a LightFormer for speech, whose calibration is sound."""
 
 import json
+import random
 import shutil
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,19 @@ from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from lightformers_hf import convert, plan
 from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import allocation
-from lightformers_hf.conversion.calibration_speech import REPLACED, SAMPLES, draw_errors, draw_pieces, sound_batches
+from lightformers_hf.conversion.calibration_speech import (
+    NUMBERS,
+    REPLACED,
+    SAMPLES,
+    SPAN,
+    SPANS,
+    TIMES,
+    draw_errors,
+    draw_pieces,
+    repeat_span,
+    sound_batches,
+    token_weights,
+)
 from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
 from lightformers_hf.conversion.sensitivity import GIVEN, Calibration
 
@@ -178,16 +191,36 @@ def test_what_does_not_fit_is_named(change, options, message, root, tmp_path):
 
 def test_transcripts_with_errors_hold_what_the_model_predicts_and_other_tokens():
     end, likely = 50_256, 7
+    names = ["Ġ5" if number in (642, 830) else "a" for number in range(end)]
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda numbers: [names[number] for number in numbers])
+    weights = token_weights(tokenizer, end)
+    assert weights.sum().item() == pytest.approx(1, abs=1e-4)
+    assert weights[[642, 830]].sum().item() == pytest.approx(NUMBERS, abs=1e-3)
     logits = torch.full((1, 1 + 400, end + 8), -100.0)
     logits[..., likely] = 0.0
     model = Mock(return_value=SimpleNamespace(logits=logits), config=SimpleNamespace(eos_token_id=end))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        rows = draw_errors(model, torch.zeros(1, 2, 4), [end + 1], [*range(399), end])
-    assert [(len(row), row[-1]) for row in rows] == [(400 + 1, end)] * SAMPLES
-    drawn = torch.tensor(rows)[:, :-1]
-    others = drawn[drawn != likely]
+        rows = draw_errors(model, torch.zeros(1, 2, 4), [end + 1], [*range(399), end], weights)
+    assert [row[-1] for row in rows] == [end] * SAMPLES
+    assert [len(row) for row in rows[1::2]] == [400 + 1] * (SAMPLES // 2)
+    assert all(1 < len(row) - 401 <= SPANS * SPAN * (TIMES - 1) for row in rows[::2])
+    drawn = torch.tensor(rows[1::2])[:, :-1]
+    others = drawn[(drawn != likely) & (drawn != 642) & (drawn != 830)]
     assert 1 - (drawn == likely).double().mean() == pytest.approx(REPLACED, abs=0.03)
     assert others.max() < end
     assert len(others.unique()) > len(others) / 4  # where the transcript has one token
     assert (others < end / 10).double().mean() > 0.5  # the common ones come first
+
+
+def test_a_repeated_span_is_part_of_the_text():
+    tokens = [*range(20)]
+    for seed in range(50):
+        longer = repeat_span(tokens, random.Random(seed))
+        assert sorted(set(longer)) == tokens
+        repeated = [token for token in tokens if longer.count(token) > 1]
+        assert repeated == [*range(repeated[0], repeated[-1] + 1)]
+        assert len(repeated) <= SPAN
+        assert len({longer.count(token) for token in repeated}) == 1
+        first = longer.index(repeated[0])
+        assert longer[first : first + len(longer) - 20 + len(repeated)] == repeated * longer.count(repeated[0])
