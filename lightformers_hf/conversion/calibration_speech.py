@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ def _generate(model: PreTrainedModel, states: Tensor, prompts: list[list[int]]) 
         **{name: getattr(own, name) for name in RULES},
         max_new_tokens=model.config.max_target_positions - len(prompts[0]),
         eos_token_id=end,
-        pad_token_id=end,
+        pad_token_id=prompts[0][0],  # the end would be warned of
     )
     model.generation_config = GenerationConfig()  # which would give its longest text, with a warning
     try:
@@ -235,4 +235,4 @@ def _generate(model: PreTrainedModel, states: Tensor, prompts: list[list[int]]) 
     finally:
         model.generation_config = own
     texts = tokens[:, len(prompts[0]) :].tolist()
-    return [[*(token for token in text if token != end), end] for text in texts]
+    return [[*takewhile(lambda token: token != end, text), end] for text in texts]
