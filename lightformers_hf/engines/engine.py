@@ -120,8 +120,9 @@ class Engine:
         """Tokens as of `generate`, the mean log p of a token, the end's too, and whether the output ends by itself."""
         sentences = self._sentences(batch)
         search = self._options(sentences, num_beams, max_new_tokens, None)
-        # A search that forbids tokens at some steps has log p over the others.
-        if not (search.no_repeat_ngram_size or search.min_new_tokens) and hasattr(self.model, "generate_scored"):
+        # A search that forbids or forces tokens at some steps has log p over the others, or none.
+        steered = search.no_repeat_ngram_size or search.min_new_tokens or search.forced_start is not None
+        if not steered and hasattr(self.model, "generate_scored"):
             found = self.model.generate_scored(sentences, search)
         else:
             outputs = self.model.generate(sentences, search)

@@ -108,6 +108,7 @@ def test_several_processes_write_what_one_writes(teacher, data, tmp_path, format
         (3, {"length_penalty": 0.6}),
         (1, {"no_repeat_ngram_size": 1}),
         (2, {"min_new_tokens": 12}),
+        (2, {"forced_bos_token_id": 7}),
     ],
 )
 def test_the_engines_log_probabilities_are_those_of_its_tokens(teacher, parallel_sentences, tmp_path, beams, changes):
