@@ -41,7 +41,7 @@ BEGAN: ContextVar[float | None] = ContextVar("BEGAN", default=None)
 Progress = Annotated[bool, Help("Show bars, and a line for every step.", kind="hidden")]
 Study = Annotated[StudyOptions | None, Help("Switches for experiments.", kind="hidden")]
 Push = Annotated[str | None, Help("Push the complete folder to the Hub: you/model.", "NAME", "In one commit.")]
-Private = Annotated[bool, Help("Make that repository private.")]
+Private = Annotated[bool, Help("Make that repository private.", needs="push_to_hub")]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,13 @@ class TrainingOptions:
     report_to: Annotated[tuple[str, ...], Help("Log to tensorboard, trackio, wandb, …. Repeatable.")] = ()
     seed: Annotated[int, Help("Seed of everything that is random.", kind="seed")] = 0
     skip_bad_lines: Annotated[
-        bool, Help("Skip damaged lines of --data, and count them.", more="Otherwise they are errors.")
+        bool,
+        Help(
+            "Skip damaged lines of --data, and count them.",
+            more="Otherwise they are errors.",
+            needs="data",
+            is_for_text=True,
+        ),
     ] = False
 
 
@@ -119,7 +125,10 @@ class RecoverArguments(TrainingOptions):
     tokenizer: Tokenizer = None
     teacher: Annotated["AnyModel", Help("The checkpoint that it was made from.", kind="checkpoint")]
     exclude: Annotated[
-        AnyPath | None, Help("Pairs whose sources are not trained on, as those of a test.", kind="data")
+        AnyPath | None,
+        Help(
+            "Pairs whose sources are not trained on, as those of a test.", kind="data", needs="data", is_for_text=True
+        ),
     ] = None
     source_lang: SourceLang = None
     target_lang: TargetLang = None
@@ -129,6 +138,7 @@ class RecoverArguments(TrainingOptions):
             "int8 or int4, of the deployed model: the last third of the training rounds its weights.",
             more="Scores are those of the rounded weights, which are saved, unless no step improved the model.",
             values=("int8", "int4"),
+            is_for_text=True,
         ),
     ] = None
     device: Annotated[str | None, Help("Where to train: cpu. Default: an accelerator, if there is one.", "cpu")] = None
@@ -264,10 +274,16 @@ class EvaluateArguments:
     num_beams: NumBeams = None
     max_new_tokens: MaxNewTokens = None
     device: Device = "cpu"
-    speed: Annotated[bool, Help("Measure tokens/s and peak memory on one core (minutes).")] = True
+    speed: Annotated[
+        bool,
+        Help("Measure tokens/s and peak memory on one core (minutes), of speech the real-time factor."),
+    ] = True
     runs: Annotated[int, Help("Number of runs of the speed measurement.", kind="hidden")] = 10
     metrics: Metrics = ()
-    comet: Annotated[str | None, Help("Local COMET checkpoint (.ckpt); needs the command comet-score.", "PATH")] = None
+    comet: Annotated[
+        str | None,
+        Help("Local COMET checkpoint (.ckpt); needs the command comet-score.", "PATH", is_for_text=True),
+    ] = None
     progress: Progress = True
 
 
@@ -363,7 +379,11 @@ class ReportArguments:
     _: KW_ONLY
     teacher: Annotated[
         str | None,
-        Help("The checkpoint it was made from: adds its translations to those of --data.", kind="checkpoint"),
+        Help(
+            "The checkpoint it was made from: adds its translations to those of --data.",
+            kind="checkpoint",
+            needs="data",
+        ),
     ] = None
     data: Annotated[str | None, Help("Parallel text, as for evaluate: adds sample translations.", kind="data")] = None
     results: Annotated[
@@ -374,13 +394,13 @@ class ReportArguments:
             kind="file",
         ),
     ] = ()
-    metrics: Metrics = ()
-    samples: Annotated[int, Help("Translations shown, evenly spread over the data.", kind="count")] = 8
-    source: SourceLang = None
-    target: TargetLang = None
-    split: Split = "test"
-    num_beams: NumBeams = None
-    max_new_tokens: MaxNewTokens = None
+    metrics: Annotated[Metrics, Help("", needs="results")] = ()
+    samples: Annotated[int, Help("Translations shown, evenly spread over the data.", kind="count", needs="data")] = 8
+    source: Annotated[SourceLang, Help("", needs="data")] = None
+    target: Annotated[TargetLang, Help("", needs="data")] = None
+    split: Annotated[Split, Help("", needs="data")] = "test"
+    num_beams: Annotated[NumBeams, Help("", needs="data")] = None
+    max_new_tokens: Annotated[MaxNewTokens, Help("", needs="data")] = None
     progress: Progress = False
 
 
@@ -411,22 +431,26 @@ class EnginesArguments:
             more="A run of size 1 translates `sentences`, one at a time; of more, one batch.",
             name="--batch-size",
             kind="number",
+            is_for_text=True,
         ),
     ] = (1, 32)
     beams: Annotated[Sequence[int], Help("Repeatable. Default: 1 and 4.", name="--num-beams", kind="number")] = (1, 4)
     runs: Annotated[int, Help("Interleaved runs; medians are shown.", kind="count")] = 5
     sentences: Annotated[int, Help("Sentences of a run at batch size 1.", kind="count")] = 10
-    new_tokens: Annotated[int, Help("Tokens generated for every sentence.", kind="count")] = 25
+    new_tokens: Annotated[int, Help("Tokens generated for every sentence.", kind="count", is_for_text=True)] = 25
     data: Annotated[
         str | None,
         Help("Parallel text to measure the quality on, too.", more="With the most of `beams`.", kind="data"),
     ] = None
-    metrics: Metrics = ()
+    metrics: Annotated[Metrics, Help("", needs="data")] = ()
     shortlist: Annotated[
-        str | None, Help("Text, as for export: adds every engine with a shortlist made from it.", kind="data")
+        str | None,
+        Help("Text, as for export: adds every engine with a shortlist made from it.", kind="data", is_for_text=True),
     ] = None
-    calibration: Annotated[str | None, Help("Text, as for export, by which int4 rounds.", kind="data")] = None
+    calibration: Annotated[
+        str | None, Help("Text, as for export, by which int4 rounds.", kind="data", is_for_text=True)
+    ] = None
     source: SourceLang = None
     target: TargetLang = None
-    max_samples: MaxSamples = None
+    max_samples: Annotated[MaxSamples, Help("", needs="data")] = None
     progress: Progress = False

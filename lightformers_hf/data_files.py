@@ -8,8 +8,10 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .files import shorten_list
+from .options import OptionError
 
 logger = logging.getLogger(__name__)
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
@@ -80,6 +82,12 @@ def find_files(data: str) -> list[str] | None:
     raise FileNotFoundError(
         f"No data file {data}{pattern}: give an existing file, or the name of a dataset on the Hub."
     )
+
+
+def check_split(call: Any) -> None:
+    """Raise `OptionError` where the record of a call names a split of data that is not on the Hub."""
+    if call.data and call.split != type(call).split and is_file_name(os.fspath(call.data)):
+        raise OptionError("split", f" is for data sets on the Hub, but {call.data} is local: remove ", "split")
 
 
 def list_files(data: str, files: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import numbers
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_args, get_origin
 
 # Smallest and largest whole number of a kind; seeds have the range of numpy's.
@@ -36,6 +36,8 @@ class Help:
         kind: kind of the value if it is not that of the type: `data` and `checkpoint` (a folder, file or Hub name),
             `file`, `seed`, `count` (1 or more), `port`, `number`, `minutes`, `hidden` (no option of a command).
         values: values that a shell completes.
+        needs: field of another option, without which this one has no effect.
+        is_for_text: whether models for speech have no use for it.
     """
 
     text: str
@@ -45,6 +47,8 @@ class Help:
     also: str | None = None
     kind: str = ""
     values: tuple[str, ...] = ()
+    needs: str = ""
+    is_for_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,17 +70,24 @@ class Option:
 
 
 def options_of(record: type) -> Iterator[Option]:
-    """The fields of a record, in the order of its arguments. The help is that of the first class that states it."""
+    """The fields of a record, in the order of its arguments. The help is that of the first class that states it.
+
+    A second help of a field, as of `Annotated[NumBeams, Help("", needs="data")]`, adds what the option needs.
+    """
     parameters = inspect.signature(record).parameters
     by_name = {field.name: field for field in fields(cast(Any, record))}
     for name in parameters:
         found: list[Help] = []
         for each in record.__mro__:
-            for part in getattr(inspect.get_annotations(each).get(name), "__metadata__", ()):
-                found += [part] if isinstance(part, Help) else []
+            parts = getattr(inspect.get_annotations(each).get(name), "__metadata__", ())
+            found = found or [part for part in parts if isinstance(part, Help)]
         kind = by_name[name].type
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        text = found[0] if found else Help("", kind="hidden")
+        text = (
+            replace(found[0], needs=found[-1].needs, is_for_text=found[-1].is_for_text)
+            if found
+            else Help("", kind="hidden")
+        )
         field = by_name[name]
         default = None if field.default is MISSING else field.default
         yield Option(name, kind, default, text, not field.kw_only, field.default is MISSING)
@@ -97,6 +108,7 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Call
                 raise TypeError(f"{function.__name__}() {error}") from None
             made = record(*arguments, **options)
             check_whole_numbers(made)
+            check_needs(made)
             return function(made)
 
         of_record, found = inspect.signature(record), list(options_of(cast(type, record)))
@@ -133,6 +145,28 @@ def check_whole_numbers(record: object) -> None:
         if not is_whole or (least is not None and value < least) or (most is not None and value > most):
             limits = "" if least is None else f", {least} or more" if most is None else f" from {least} to {most}"
             raise OptionError(option.name, f" is {value!r}, expected a whole number{limits}")
+
+
+def _given(record: object) -> Iterator[Option]:
+    """The options whose values are not their defaults."""
+    for option in options_of(type(record)):
+        value = getattr(record, option.name)
+        if option.help.kind != "hidden" and value not in (None, (), [], option.default):
+            yield option
+
+
+def check_needs(record: object) -> None:
+    """Raise `OptionError` where an option is given that has no effect without another one."""
+    for option in _given(record):
+        if (needed := option.help.needs) and not getattr(record, needed):
+            raise OptionError(option.name, " needs ", needed, ": give ", needed, ", too, or remove ", option.name)
+
+
+def check_speech(record: object, name: str) -> None:
+    """Raise `OptionError` where an option for text is given for the model for speech of this name."""
+    for option in _given(record):
+        if option.help.is_for_text:
+            raise OptionError(option.name, f" is for text; {name} is a model for speech: remove ", option.name)
 
 
 def values_of(record: object) -> dict[str, Any]:

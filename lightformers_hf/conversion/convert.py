@@ -22,7 +22,7 @@ from ..files import CARD_FILE
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
-from ..options import OptionError
+from ..options import OptionError, check_speech
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..speech import save_extractor
 from ..text import fingerprint
@@ -108,8 +108,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     """Choose the form of every site of a teacher, and make the smaller model, unless the run is `dry`."""
     asked_study, study = study, resolve_study(options, study)
     device = check_device(options.device)
-    if options.vocabulary and reads_sound(checkpoint.config):
-        raise OptionError("vocabulary", f" is for text; {checkpoint.name} is a model for speech: remove it")
+    if reads_sound(checkpoint.config):
+        check_speech(options, checkpoint.name)
     whole = trim(checkpoint, choose_tokens(checkpoint, options)) if options.vocabulary else checkpoint
     if (width := find_width(whole, options.d_model)) is not None:
         whole = fold_norms(whole)

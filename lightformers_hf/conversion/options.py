@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from ..languages import split_language
-from ..options import Help, OptionError, check_whole_numbers, join_options
+from ..options import Help, OptionError, check_needs, check_whole_numbers, join_options
 from ..text import data_name
 from .rules import KINDS, RULES, Energy, FixedRank, RankPolicy, RankRule, RankShare, Ratio
 
@@ -23,6 +23,7 @@ METHODS = get_args(Method)
 OTHER_BUDGETS = ("params", "size")
 BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
+TEXT = ("calibration", "calibration_samples")
 LAYERS = ("encoder_layers", "decoder_layers")
 GROUPS = ("encoder_groups", "decoder_groups")
 SHAPES = ("d_model", *LAYERS, *GROUPS, "vocabulary")  # what gets smaller besides the matrices
@@ -88,10 +89,18 @@ class CompressionOptions:
             "Special tokens, single characters and bytes stay too, so that every text can still be written. `None` "
             "keeps all tokens.",
             kind="data",
+            is_for_text=True,
         ),
     ] = None
     vocabulary_size: Annotated[
-        int | None, Help("Keep only its N most frequent tokens.", "N", "Tokens of each side at most.", kind="count")
+        int | None,
+        Help(
+            "Keep only its N most frequent tokens.",
+            "N",
+            "Tokens of each side at most.",
+            kind="count",
+            needs="vocabulary",
+        ),
     ] = None
     languages: Annotated[
         str | Sequence[str] | None,
@@ -99,6 +108,7 @@ class CompressionOptions:
             "Codes that stay in the vocabulary. Default: all.",
             "de_DE,en_XX",
             "Of a multilingual checkpoint, a list or one text; with those of source and target.",
+            needs="vocabulary",
         ),
     ] = None
     d_model: Annotated[
@@ -108,6 +118,7 @@ class CompressionOptions:
             "N",
             "All matrices, tables, norms and positions become narrower, and are refitted to the teacher's outputs. "
             "A ratio counts from the teacher's width. A multiple of 32, to which a share is rounded down.",
+            is_for_text=True,
         ),
     ] = None
     encoder_layers: Annotated[
@@ -188,8 +199,7 @@ class CompressionOptions:
         for name in ("rank", "d_model"):
             if isinstance(given := getattr(self, name), str) and given.strip().isdecimal():  # from the command line
                 object.__setattr__(self, name, int(given))
-        if not self.vocabulary and (given := self._given("languages", "vocabulary_size")):
-            raise OptionError(given[0], " needs ", "vocabulary", ": text in these languages, whose tokens stay")
+        check_needs(self)
         if self.d_model is not None and not re.fullmatch(r"[1-9]\d*|\d+(\.\d+)?%", str(self.d_model)):
             raise OptionError("d_model", f" is {self.d_model!r}, expected a whole number (384) or a share (75%)")
         _check_choice("method", self.method, METHODS)
@@ -201,7 +211,7 @@ class CompressionOptions:
             raise OptionError(*join_options(given), " are given, expected one of them")
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
-        if self.method == "paper" and (given := self._given("calibration", "d_model", *LAYERS, *OTHER_BUDGETS)):
+        if self.method == "paper" and (given := self._given(*TEXT, "d_model", *LAYERS, *OTHER_BUDGETS)):
             raise OptionError(
                 "method", " is 'paper', but the paper's procedure has no ", given[0], ": remove one of the two"
             )
@@ -339,8 +349,8 @@ def resolve_study(options: CompressionOptions, study: StudyOptions | None = None
 
 def needs_calibration(options: CompressionOptions, study: StudyOptions) -> str | None:
     """An option or a switch that is given and means nothing without calibration."""
-    if options.calibration is not None:
-        return "calibration"
+    if text := [name for name in TEXT if getattr(options, name) is not None]:
+        return text[0]
     if study.refit:
         return "refit"
     if options.budget in OTHER_BUDGETS:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoints.teacher import Teacher, copy_model, on_device, reads_sound, replace_model
+from ..checkpoints.teacher import Teacher, copy_model, on_device, replace_model
 from ..loading import stored_tensors
 from ..matrices import STACKS, product_of
 from ..models.configuration_lightformer import RELATIVE_POSITIONS, LightFormerConfig
@@ -42,7 +42,7 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
     if asked is None:
         return None
     config, name = teacher.config, teacher.name
-    if reads_sound(config) or not isinstance(teacher.model, ConditionalGenerationHead):
+    if not isinstance(teacher.model, ConditionalGenerationHead):
         raise OptionError("d_model", f" is for sequence-to-sequence models of text, which {name} is not: remove it")
     fields = ("encoder_groups", "decoder_groups", *config.matrix_fields, "joint_qkv")
     held = [field for field in fields if getattr(config, field, None)]

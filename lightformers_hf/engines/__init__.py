@@ -27,6 +27,7 @@ This file imports neither PyTorch nor any engine: its names are imported when th
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
@@ -118,6 +119,12 @@ def check_engine_name(name: str) -> None:
         raise ValueError(
             f"unknown engine {name!r}: models are exported to {' or '.join(ENGINES)}, and by `export` alone to {ARGOS}"
         )
+
+
+def check_cpu(name: str | os.PathLike, device: object) -> None:
+    """Raise `ValueError` where an export is to run on another device than the CPU."""
+    if str(device) != "cpu":
+        raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
 
 
 def load_engine_file(name: str) -> EngineFile:

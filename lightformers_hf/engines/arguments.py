@@ -55,6 +55,7 @@ Shortlist = Annotated[
         "PATH",
         "The model translates sources alone: a file of lines, or data. `None`: all tokens are computed.",
         kind="data",
+        is_for_text=True,
     ),
 ]
 Rounding = Annotated[
@@ -63,6 +64,7 @@ Rounding = Annotated[
         "Text, parallel or sources alone, by which int4 is rounded. Default: every number is rounded to the nearest.",
         "PATH",
         kind="data",
+        is_for_text=True,
     ),
 ]
 BatchSize = Annotated[int, Help("Sentences that are translated together.", kind="count")]
@@ -109,8 +111,8 @@ class ExportArguments:
     quantization: Quantization = None
     shortlist: Shortlist = None
     calibration: Rounding = None
-    source_lang: SourceLang = None
-    target_lang: TargetLang = None
+    source_lang: Annotated[SourceLang, Help("", is_for_text=True)] = None
+    target_lang: Annotated[TargetLang, Help("", is_for_text=True)] = None
     overwrite: Overwrite = False
 
 
@@ -127,5 +129,5 @@ class WebArguments:
     quantization: Annotated[str, Help("Type of numbers: int8 or int4.", values=("int8", "int4"))] = "int8"
     calibration: Rounding = None
     source_lang: SourceCode = None
-    target_lang: TargetCode = None
+    target_lang: Annotated[TargetCode, Help("", is_for_text=True)] = None
     overwrite: Overwrite = False

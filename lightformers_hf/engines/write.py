@@ -20,7 +20,7 @@ from ..in_memory import given_folders
 from ..languages import find_prefixes, named_columns
 from ..loading import hide_bars, position_limit, resolve_source, unique_parameters
 from ..models.modeling_lightformer_speech import LightFormerForSpeechSeq2Seq
-from ..options import OptionError, takes
+from ..options import OptionError, check_speech, takes
 from ..processors import usual_settings
 from ..results import Result
 from ..rounding import collate
@@ -303,9 +303,7 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
 
     Raises `ValueError` for options that are for text.
     """
-    for option in ("shortlist", "calibration"):
-        if getattr(call, option):
-            raise OptionError(option, f" is for text; {source.name} is a model for speech: remove it")
+    check_speech(call, source.name)
     parts = (source.need_tokenizer(), source.need_extractor(), source.generation_config)
     asked = {name: getattr(source.generation_config, name, None) for name in UNHEARD}
     if ignored := [f"{name}={value!r}" for name, value in asked.items() if value not in (None, UNHEARD[name])]:

@@ -28,7 +28,7 @@ from ..engines.engine import longest_input
 from ..files import as_kind
 from ..languages import begin_with, language_code, set_language_codes, split_language
 from ..loading import load_network, load_pretrained, resolve_source, weight_bytes
-from ..options import OptionError, takes
+from ..options import OptionError, check_speech, takes
 from ..processors import use_threads
 from ..results import Result
 from ..speech import RATE, Sound, find_sounds
@@ -176,7 +176,7 @@ def compare_engines(call: EnginesArguments) -> EngineComparison:
             express; or a measuring process failed.
         FileNotFoundError: no such checkpoint or data.
     """
-    forms, metrics, data = _choose_forms(call.forms, call.shortlist), check_metrics(call.metrics), call.data
+    forms, metrics, data = _choose_forms(call), check_metrics(call.metrics), call.data
     cores = call.cores or range(1, min(2, os.cpu_count() or 1) + 1)
     _check_numbers(call, cores)
     settings, sentences = [(size, count) for size in call.batch_sizes for count in call.beams], call.sentences
@@ -185,8 +185,7 @@ def compare_engines(call: EnginesArguments) -> EngineComparison:
     if is_speech := reads_sound(resolve_source(call.teacher)):
         if data is None:
             raise OptionError("data", " is missing: models for speech transcribe it")
-        if call.shortlist:
-            raise OptionError("shortlist", " is for text, but the models transcribe sound: remove it")
+        check_speech(call, call.teacher)
         languages = split_language(call.source)[0], split_language(call.target)[0]
         settings = [(1, beam) for beam in call.beams]
         pairs = read_transcribed(data, column=languages[1], max_samples=call.max_samples)
@@ -282,16 +281,23 @@ def check_forms(forms: Iterable[str]) -> None:
             load_engine_file(engine)
 
 
-def _choose_forms(forms: Sequence[str] | None, shortlist: str | None) -> list[str]:
+def _choose_forms(call: EnginesArguments) -> list[str]:
     """The forms to measure, each with a shortlist, too, where there is one and its engine takes it."""
     chosen = []
-    for form in dict.fromkeys(deployment_names() if forms is None else forms):
+    for form in dict.fromkeys(deployment_names() if call.forms is None else call.forms):
         engine, quantization = split_deployment(form)
         file = None if engine == CHECKPOINTS else load_engine_file(engine)
-        if forms or file is None or quantization is None or quantization in file.QUANTIZATIONS:  # not all support int8
+        known = file is None or quantization is None or quantization in file.QUANTIZATIONS
+        if call.forms or known:  # not all support int8
             chosen.append(form)
-            if shortlist and hasattr(file, "write_shortlist"):
+            if call.shortlist and hasattr(file, "write_shortlist"):
                 chosen.append(f"{form}{SHORTLISTED}")
+    used = {"shortlist": any(form.endswith(SHORTLISTED) for form in chosen)}
+    used["calibration"] = any(split_deployment(form)[1] == "int4" for form in chosen if not form.endswith(SHORTLISTED))
+    if unused := [name for name in used if getattr(call, name) and not used[name]]:
+        raise OptionError(
+            unused[0], f" has no effect on {', '.join(chosen)}: give another ", "forms", ", or remove ", unused[0]
+        )
     return chosen
 
 

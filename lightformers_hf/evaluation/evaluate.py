@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from ..arguments import EvaluateArguments
+from ..data_files import check_split
 from ..engines import Engine
 from ..files import EXPORT_FILE, REPORT_FILE, read_json
 from ..in_memory import model_name, on_disk
@@ -28,7 +30,7 @@ from ..loading import (
     unique_parameters,
     weight_bytes,
 )
-from ..options import takes
+from ..options import check_speech, takes
 from ..processors import use_threads
 from ..results import Result
 from ..speech import RATE, check_language, sound_fingerprint
@@ -160,6 +162,7 @@ def evaluate(call: EvaluateArguments) -> Evaluation:
     """
     names = {"model": model_name(call.model)} | ({"teacher": model_name(call.teacher)} if call.teacher else {})
     data_name(call.data)  # which refuses loaded rows
+    check_split(call)
     call = replace(call, metrics=check_metrics(call.metrics))
     with on_disk(call.tokenizer, call.model, *([call.teacher] if call.teacher else [])) as found:
         folders = dict(zip(names, found, strict=True))
@@ -230,10 +233,16 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
         ValueError: sound without transcripts, or a language that a model does not transcribe.
     """
     language, column = split_language(call.source_lang)[0], split_language(call.target_lang)[0]
+    check_speech(call, names["model"])
     data, generation = str(data_name(call.data)), {"num_beams": call.num_beams or 1}
     resolved = {role: resolve_source(folder) for role, folder in folders.items()}
     sounds = read_transcribed(data, column=column, split=call.split, max_samples=call.max_samples)
-    loaded = {role: load_speech(folder, call.device) for role, folder in resolved.items()}
+    measures_speed = call.speed and torch.device(call.device).type == "cpu"
+    threads = 1 if measures_speed else torch.get_num_threads()
+    loaded = {role: load_speech(folder, call.device, threads) for role, folder in resolved.items()}
+    has_engine = any(isinstance(model, SpeechEngine) for model, _ in loaded.values())
+    if has_engine and call.batch_size != EvaluateArguments.batch_size:
+        logger.warning("batch_size has no effect on an export, which transcribes one sound after the other")
     for role, (model, _) in loaded.items():
         check_language(model.generation_config, language, names[role])
     normalize = normalizer_of(loaded["model"][1], language)
@@ -245,12 +254,13 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
         seconds += len(wave) / RATE
         known.append(sound_fingerprint(wave))
     options: dict[str, Any] = {name: getattr(call, name) for name in ("batch_size", "max_new_tokens", "progress")}
-    outputs, measured, rates = {}, {}, {}
+    outputs, measured = {}, {}
+    rates: dict[str, float | None] = {}
     for role, (model, processor) in loaded.items():
         begun = time.process_time()
-        with use_threads(1):
+        with use_threads(threads):
             texts = transcribe(sounds, model, processor, language=language, **options | generation)
-        rates[role] = (time.process_time() - begun) / seconds
+        rates[role] = (time.process_time() - begun) / seconds if measures_speed else None
         outputs[role] = [normalize(text) for text in texts]
         if isinstance(model, SpeechEngine):
             sizes = model.parameters, read_json(resolved[role] / EXPORT_FILE)["weight_bytes"]
@@ -260,7 +270,8 @@ def evaluate_speech(call: EvaluateArguments, names: dict[str, str], folders: dic
         measured[role] = Measurements(names[role], scores, *sizes, real_time_factor=rates[role])
     ratio, differences = None, {}
     if call.teacher:
-        ratio = rates["teacher"] / rates["model"]
+        if rates["model"] and rates["teacher"]:
+            ratio = rates["teacher"] / rates["model"]
         both = outputs["model"], outputs["teacher"], references
         differences = {name: difference(*both, metric=name) for name in metrics}
     warn_of_overlap(folders["model"], data, [sound.name for sound in sounds], known, "sounds")

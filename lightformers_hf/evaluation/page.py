@@ -15,9 +15,10 @@ import jinja2
 
 from ..arguments import ReportArguments
 from ..conversion.report import CompressionReport, read_report
+from ..data_files import check_split
 from ..files import REPORT_FILE, STATE_FILE, as_kind, read_json
 from ..loading import load_pair, printable_name, resolve_source
-from ..options import OptionError, takes
+from ..options import takes
 from ..text import fingerprint, load_parallel
 from . import plots
 from .comparison import EngineComparison
@@ -45,14 +46,7 @@ def report_page(call: ReportArguments) -> str:
     Raises:
         FileNotFoundError, ValueError: files that are not there or do not belong together, or nothing to report.
     """
-    if call.teacher and not call.data:
-        raise OptionError(
-            "teacher",
-            " is given without ",
-            "data",
-            ", of which its translations are shown: give data, too, or remove ",
-            "teacher",
-        )
+    check_split(call)
     metrics, folder = check_metrics(call.metrics), resolve_source(call.model)
     report = read_report(folder / REPORT_FILE)
     measured = [_read_result(Path(file)) for file in call.results]

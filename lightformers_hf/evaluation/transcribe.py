@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor, GenerationConfig
 
 from ..checkpoints import teacher
-from ..engines import RunningSpeech, load_engine_file
+from ..engines import RunningSpeech, check_cpu, load_engine_file
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_pretrained, no_extractor
 from ..speech import RATE, Sound, find_sounds, prompt_of
@@ -78,10 +78,11 @@ def load_speech(
 ) -> tuple[PreTrainedModel | SpeechEngine, ProcessorMixin]:
     """Return a model for speech in float32, or an export with so many threads, and its processor.
 
-    Raises `ValueError` if it has no feature extractor, or its engine is not installed.
+    Raises `ValueError` if it has no feature extractor, its engine is not installed, or a device is not the export's.
     """
     processor = load_processor(folder)
     if (folder / EXPORT_FILE).is_file():
+        check_cpu(str(folder), device)
         return SpeechEngine.load(folder, threads), processor
     model = load_pretrained(AutoModelForSpeechSeq2Seq, folder, dtype=torch.float32)
     return model.eval().to(device), processor

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ..engines import check_cpu
 from ..engines.engine import Engine, check_first_token, load_engine, translate_texts
 from ..languages import choose_prefix, code_prefix, set_language_codes, split_prefix
 from ..loading import is_export, load_model, load_pretrained
@@ -47,8 +48,7 @@ def load_translator(
         model, tokenizer = load_model(name, device=device, source=source, target=target, columns=columns)
         options: dict[str, Any] = {"name": str(name), "columns": columns, "tokenizer": tokenizer}
         return model, tokenizer, choose_prefix(model.config, source, target, **options)
-    if str(device) != "cpu":
-        raise ValueError(f"{name} was exported to run on the CPU, not on {device}")
+    check_cpu(name, device)
     engine, tokenizer = load_engine(name, threads=torch.get_num_threads()), load_pretrained(AutoTokenizer, name)
     check_first_token(engine, set_language_codes(tokenizer, source, target, columns=columns), target)
     return engine, tokenizer, split_prefix(source or "")[1] or code_prefix(tokenizer, target) or engine.prefix

@@ -32,7 +32,7 @@ from ..hub import Push, check_push, push_folder
 from ..in_memory import identify, on_disk
 from ..languages import split_language, split_prefix
 from ..loading import resolve_source
-from ..options import OptionError, takes, values_of
+from ..options import OptionError, check_speech, takes, values_of
 from ..recovery import check_reports
 from ..results import Result
 from ..speech import TRANSCRIPTS, Sound, find_sounds
@@ -133,8 +133,7 @@ def compress(call: CompressArguments) -> Compression:
     with on_disk(call.tokenizer, call.model) as (teacher,):
         is_speech = reads_sound(resolve_source(teacher))
         if is_speech:
-            if shortlist:
-                raise OptionError("shortlist", f" is for text; {teacher} is a model for speech: remove it")
+            check_speech(call, teacher)
             if not data:  # the teacher can transcribe
                 data = options.pop("calibration", None)
                 given = replace(given, train=data, calibration=data)
@@ -260,7 +259,7 @@ class Work:
     def recover(self) -> None:
         """Train the result with its teacher, or resume the training."""
         texts = {"data": self.files.train, "validation": self.files.validation}
-        if not self.reads_sound:  # whose parts are apart
+        if not self.reads_sound and self.files.train:  # the parts of sound are apart
             texts["exclude"] = self.files.test or None
         asked = texts | self.sides | {"metrics": self.metrics} | {name: getattr(self.call, name) for name in TRAINING}
         # int8 costs too little to train for, and a training of speech does not round
@@ -292,9 +291,10 @@ class Work:
         """Measure both models, as they are and deployed: speed, size, quality."""
         deployed = self.call.to if self.call.quantization == "float32" else f"{self.call.to}-{self.call.quantization}"
         forms = [CHECKPOINTS, deployed]
-        settings: dict[str, Any] = {"cores": (1,), "batch_sizes": (1,), "beams": (1,), "max_samples": SCORED}
+        settings: dict[str, Any] = {"cores": (1,), "beams": (1,), "max_samples": SCORED}
         source, target = self.columns
         if not self.reads_sound:
+            settings["batch_sizes"] = (1,)
             sides = self.sides if self.texts else {}  # an export that reads text needs the languages' codes, too
             named = (sides.get("source_lang") or source, sides.get("target_lang") or target)
             source, target = find_columns(self.light, *named)  # which keeps a prefix that was given

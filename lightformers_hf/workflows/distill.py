@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from ..arguments import DistillArguments
 from ..corpus import Corpus, Shard
+from ..data_files import check_split
 from ..engines import export
 from ..engines.engine import Engine, longest_input, wrap_network
 from ..evaluation.evaluate import choose_columns
@@ -54,7 +55,7 @@ from ..files import (
 from ..in_memory import identify, on_disk
 from ..languages import put_prefix, split_language, split_prefix
 from ..loading import is_export
-from ..options import takes, values_of
+from ..options import OptionError, takes, values_of
 from ..results import Result
 from ..text import check_known, data_name
 from .recover import claim, find_changed
@@ -132,6 +133,7 @@ def distill(call: DistillArguments) -> Distillation:
         >>> distill("opus-mt-de-en", "train-*.jsonl.gz", "distilled", keep="90%")
     """
     data, share = str(data_name(call.data)), read_share(call.keep)
+    check_split(call)
     if call.format not in FORMATS:
         raise ValueError(f"format is {call.format!r}, expected {' or '.join(FORMATS)}")
     output = Path(os.path.expanduser(call.output))
@@ -456,6 +458,10 @@ _job: Job | None = None  # that of a process of a pool
 def choose_way(job: Job, processes: int | None, address: str | None) -> Run:
     """How the steps are run. Raises `ValueError` where Ray is not installed or does not answer."""
     if address is not None:
+        if processes is not None:
+            raise OptionError(
+                "processes", " is for this machine, but Ray divides the work: remove ", "processes", " or ", "ray"
+            )
         connect(address)
         return partial(run_on_ray, job)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

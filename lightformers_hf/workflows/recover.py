@@ -39,7 +39,7 @@ from ..in_memory import identify, on_disk
 from ..languages import begin_with, first_token_of
 from ..loading import check_vocabulary, load_pretrained, resolve_source
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
-from ..options import OptionError, takes, values_of
+from ..options import OptionError, check_speech, takes, values_of
 from ..processors import has_fast_bf16
 from ..recovery import check_reports, load_distiller, one_process, remove_checkpoints
 from ..recovery.runs import hush_trainer, keep_randomness
@@ -129,6 +129,8 @@ def start_run(
     """Load the two models and the text. Raises `ValueError` where they do not fit, or as `load_parallel`."""
     on_cpu, folder = trains_on_cpu(call.device), resolve_source(light)
     kind = SoundRun if reads_sound(folder) else Run
+    if kind is SoundRun:
+        check_speech(call, light)
     tokenizer: PreTrainedTokenizerBase = load_pretrained(AutoTokenizer, folder)
     attention = kind.cpu_attention if on_cpu else None
     languages = call.source_lang, call.target_lang
@@ -138,8 +140,8 @@ def start_run(
     if call.quantization and type(model) is not LightFormerForConditionalGeneration:
         raise OptionError(
             "quantization",
-            f" is given, but {light} is a {type(model).__name__}, and a training rounds those of LightFormers for "
-            "text alone: remove ",
+            f" is given, but {light} is a {type(model).__name__}, and a training rounds those of LightFormers "
+            "alone: remove ",
             "quantization",
         )
     distiller = load_distiller(teacher, tokenizer, attention, model.config, kind.auto_model)

@@ -93,8 +93,6 @@ class SoundRun(Run):
         """Pieces of the sound, with the user's transcripts or those of the teacher."""
         if self.data is None:
             raise OptionError("data", " is missing: a model for speech recovers from sound, give a folder of it")
-        if self.exclude:
-            raise OptionError("exclude", " is for text; this is a model for speech: remove it, and give other sound")
         return Corpus.of(self.read_sound(self.data), name=self.data)
 
     def fingerprints(self, sources: list[str]) -> list[str]:

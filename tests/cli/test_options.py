@@ -9,7 +9,7 @@ import pytest
 
 from lightformers_hf.cli.framework import explain
 from lightformers_hf.cli.parameters import parameters_of
-from lightformers_hf.options import Help, OptionError, options_of, takes, values_of
+from lightformers_hf.options import Help, OptionError, check_speech, options_of, takes, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,28 @@ def test_a_command_has_the_options_of_the_record():
     }
     assert (made["width"].section, made["minutes"].section, made["minutes"].default) == ("Sizes", "Options", 30.0)
     assert made["width"].help == "As wide as this."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Options that other ones, or the kind of a model, make void."""
+
+    data: Annotated[str | None, Help("Text.")] = None
+    samples: Annotated[int, Help("Of it.", needs="data")] = 8
+    beams: Annotated[Annotated[int | None, Help("Beams.")], Help("", needs="data", is_for_text=True)] = None
+
+
+@pytest.mark.parametrize("given", [{"samples": 3}, {"beams": 1}])
+def test_an_option_without_effect_is_refused(given):
+    take = takes(Parts)(values_of)
+    name = next(iter(given))
+    with pytest.raises(OptionError, match=f"{name} needs data: give data, too, or remove {name}"):
+        take(**given)
+    assert take(**given, data="x") == {**values_of(Parts()), **given, "data": "x"}
+    assert take(samples=8) == values_of(Parts())  # the default
+    check_speech(Parts(samples=3), "whisper")
+    with pytest.raises(OptionError, match="beams is for text; whisper is a model for speech: remove beams"):
+        check_speech(Parts(beams=2), "whisper")
 
 
 def test_an_error_has_the_names_of_options_as_data():

@@ -104,6 +104,7 @@ def test_settings_that_an_export_lacks_are_named(root, tmp_path, caplog):
     [
         ({"shortlist": "speech"}, "shortlist is for text"),
         ({"quantization": "int4", "calibration": "speech"}, "calibration is for text"),
+        ({"source_lang": "en"}, "source_lang is for text"),
     ],
 )
 def test_options_for_text_are_refused(options, message, root, exported, tmp_path):

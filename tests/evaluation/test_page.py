@@ -239,8 +239,10 @@ def test_a_page_shows_what_there_is(light, tmp_path):
 def test_what_does_not_belong_together_is_refused(light, tiny_marian, tmp_path):
     with pytest.raises(ValueError, match=r"holds neither compression\.json nor trainer_state\.json"):
         report_page(str(tiny_marian))
-    with pytest.raises(ValueError, match=r"teacher is given without data.*give data.*or remove teacher"):
+    with pytest.raises(ValueError, match=r"teacher needs data: give data, too, or remove teacher"):
         report_page(str(light), teacher=str(tiny_marian))
+    with pytest.raises(ValueError, match="metrics needs results"):
+        report_page(str(light), metrics=["bleu"])
     with pytest.raises(FileNotFoundError, match=r"none\.json is not there"):
         report_page(str(light), results=[tmp_path / "none.json"])
     with pytest.raises(ValueError, match=r"compression\.json holds no results"):

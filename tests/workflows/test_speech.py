@@ -10,8 +10,9 @@ from speech import train_whisper, write_speech
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from lightformers_hf import compress, convert, evaluate, recover
+from lightformers_hf import compress, convert, evaluate, export, recover
 from lightformers_hf.conversion.calibration_speech import hear
+from lightformers_hf.evaluation.comparison import compare_engines
 from lightformers_hf.files import read_json
 from lightformers_hf.hub import preview_push
 from lightformers_hf.recovery import runs
@@ -134,8 +135,9 @@ def test_it_needs_sound_alone(root, tmp_path):
     options = {"teacher": root / "whisper", "minutes": 1, "progress": False}
     with pytest.raises(ValueError, match="data is missing: a model for speech recovers from sound"):
         recover(root / "near", tmp_path / "out", **options)
-    with pytest.raises(ValueError, match="exclude is for text"):
-        recover(root / "near", tmp_path / "out", data=str(root / "with"), exclude=str(root / "test"), **options)
+    for name, value in {"exclude": str(root / "test"), "skip_bad_lines": True, "quantization": "int8"}.items():
+        with pytest.raises(ValueError, match=f"{name} is for text"):
+            recover(root / "near", tmp_path / "out", data=str(root / "with"), **{name: value}, **options)
 
 
 def test_a_transcript_in_a_known_language_needs_no_teacher(root, tmp_path, monkeypatch):
@@ -146,6 +148,27 @@ def test_a_transcript_in_a_known_language_needs_no_teacher(root, tmp_path, monke
     assert all(
         piece.text is None for arguments in heard for piece in arguments[3]
     )  # a few, to forecast the validation's time
+
+
+def test_an_evaluation_has_no_options_without_effect(root, tmp_path, caplog):
+    model, data = root / "near", str(root / "test")
+    for options, message in [
+        ({"comet": "x.ckpt"}, "comet is for text; .*near is a model for speech"),
+        ({"split": "validation"}, "split is for data sets on the Hub, but .*test is local"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            evaluate(model, data=data, progress=False, **options)
+    assert evaluate(model, data=data, teacher=model, speed=False, progress=False).speed_ratio is None
+    found = evaluate(model, data=data, teacher=model, max_samples=2, progress=False)
+    assert min(found.model.real_time_factor, found.speed_ratio) > 0
+    export(model, tmp_path / "deployed", to="ctranslate2")
+    with pytest.raises(ValueError, match="was exported to run on the CPU, not on cuda"):
+        evaluate(tmp_path / "deployed", data=data, device="cuda")
+    assert "batch_size" not in caplog.text
+    evaluate(tmp_path / "deployed", data=data, batch_size=2, max_samples=2, progress=False)
+    assert "batch_size has no effect on an export" in caplog.text
+    with pytest.raises(ValueError, match="new_tokens is for text"):
+        compare_engines(str(root / "whisper"), [str(model)], data=data, new_tokens=3)
 
 
 def test_a_push_has_the_feature_extractor(root):
@@ -188,13 +211,18 @@ def read_all(place):
         ({"calibration": "few"}, "holds 5 sounds: twenty and more are needed"),
         ({"calibration": "with", "test": "without"}, "has no transcript of"),
         ({"calibration": "with", "shortlist": "with"}, "shortlist is for text"),
+        ({"data": "with", "skip_bad_lines": True}, "skip_bad_lines is for text"),
+        ({"data": "with", "d_model": "75%"}, "d_model is for text"),
+        ({"data": "with", "private": True}, "private needs push_to_hub"),
         ({"calibration": "with", "metrics": ["blue"]}, "blue"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_work(options, message, root, tmp_path):
     write_speech(tmp_path / "few", ["ab"] * 5)
     places = {name: root / name for name in ("with", "without")} | {"few": tmp_path / "few"}
-    options = {name: str(places[value]) if isinstance(value, str) else value for name, value in options.items()}
+    options = {
+        name: str(places.get(value, value)) if isinstance(value, str) else value for name, value in options.items()
+    }
     with pytest.raises(ValueError, match=message):
         compress(root / "whisper", tmp_path / "small", ratio=2, progress=False, **options)
     assert not (tmp_path / "small").exists()

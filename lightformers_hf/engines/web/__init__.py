@@ -27,7 +27,7 @@ from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_jso
 from ...in_memory import AnyModel, is_loaded
 from ...languages import split_language
 from ...loading import load_pretrained, printable_name, resolve_source
-from ...options import takes
+from ...options import check_speech, takes
 from ...results import Result
 from ...speech import check_language
 from ..arguments import WebArguments
@@ -79,6 +79,8 @@ def export_web(call: WebArguments) -> WebReport:
     if call.quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization is {call.quantization!r}; a page has {' or '.join(QUANTIZATIONS)}")
     is_speech = not is_loaded(call.model) and reads_sound(load_pretrained(AutoConfig, resolve_source(call.model)))
+    if is_speech:
+        check_speech(call, printable_name(call.model))
     asked = ("quantization", "calibration", *(() if is_speech else ("source_lang", "target_lang")))
     options = {name: getattr(call, name) for name in asked}
     with atomic_output(output, overwrite=call.overwrite, inputs=inputs) as temporary:
