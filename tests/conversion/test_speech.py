@@ -30,6 +30,7 @@ from lightformers_hf.conversion.calibration_speech import (
 )
 from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
 from lightformers_hf.conversion.sensitivity import GIVEN, Calibration
+from lightformers_hf.evaluation.transcribe import load_speech
 
 
 @pytest.fixture(scope="module")
@@ -148,17 +149,23 @@ def english_only(root, folder):
     return folder
 
 
-def with_old_generation(root, folder):
-    """As of models that were trained with early versions of transformers."""
+def with_old_generation(root, folder, form):
+    """As of models that were trained with early versions of transformers, or without this file."""
     shutil.copytree(root / "whisper", folder)
     file = folder / "generation_config.json"
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length")
-    file.write_text(json.dumps({name: json.loads(file.read_text())[name] for name in names}))
+    kept = {name: json.loads(file.read_text())[name] for name in names}
+    if form == "missing":
+        file.unlink()
+    else:
+        file.write_text(json.dumps(kept | {"_from_model_config": form == "of the model"}))
     return folder
 
 
-def test_an_old_generation_configuration_is_completed(root, tmp_path):
-    old = with_old_generation(root, tmp_path / "old")
+@pytest.mark.parametrize("form", ["old", "of the model", "missing"])
+def test_an_old_generation_configuration_is_completed(form, root, tmp_path):
+    old = with_old_generation(root, tmp_path / "old", form)
+    assert load_speech(old)[0].generation_config.is_multilingual
     convert(old, tmp_path / "light", ratio=2, calibration=str(root / "without"), progress=False)
     found, expected = (AutoModelForSpeechSeq2Seq.from_pretrained(one).generation_config
                        for one in (tmp_path / "light", root / "whisper"))  # fmt: skip
