@@ -23,7 +23,7 @@ from .files import write_json
 from .text import load_rows
 
 if TYPE_CHECKING:
-    from transformers import FeatureExtractionMixin, GenerationConfig, PreTrainedTokenizerBase
+    from transformers import FeatureExtractionMixin, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 RATE = 16_000  # samples of a second, of all models
 SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")
@@ -258,6 +258,19 @@ def check_language(config: GenerationConfig, language: str | None, name: str) ->
     elif LANGUAGE.format(language) not in config.lang_to_id:
         known = ", ".join(sorted(token.strip("<|>") for token in config.lang_to_id))
         raise ValueError(f"the language is {language!r}; {name} transcribes {known}")
+
+
+def check_extractor(extractor: Any, config: PreTrainedConfig, name: str) -> None:
+    """Raise `ValueError` where the spectrograms of a feature extractor are not those that a model reads."""
+    made = extractor.feature_size, extractor.nb_max_frames, extractor.sampling_rate
+    expected = config.num_mel_bins, 2 * config.max_source_positions, RATE
+    if made != expected:
+        bands, frames, rate = made
+        raise ValueError(
+            f"the feature extractor (preprocessor_config.json) of {name} makes {bands} bands and {frames} frames of sound "
+            f"with {rate} samples a second, but the model reads {expected[0]} bands and {expected[1]} frames of {RATE}: "
+            "put the file of the model that it was trained from there"
+        )
 
 
 def transcript_tokens(tokenizer: PreTrainedTokenizerBase, text: str, config: GenerationConfig) -> list[int]:

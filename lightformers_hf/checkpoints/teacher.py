@@ -56,7 +56,7 @@ from ..loading import (
 )
 from ..matrices import STACKS
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
-from ..speech import complete_generation
+from ..speech import check_extractor, complete_generation
 from ..stored import CheckpointReader, raise_unless_damaged
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, Family, find_family
@@ -97,9 +97,10 @@ class Teacher:
         return self.model.config
 
     def need_extractor(self) -> FeatureExtractionMixin:
-        """The feature extractor. Raises `ValueError` if there is none."""
+        """The feature extractor. Raises `ValueError` if there is none, or that of another model."""
         if self.feature_extractor is None:
             raise no_extractor(self.name)
+        check_extractor(self.feature_extractor, self.config, self.name)
         return self.feature_extractor
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:

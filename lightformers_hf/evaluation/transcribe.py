@@ -15,7 +15,7 @@ from ..checkpoints import teacher
 from ..engines import RunningSpeech, check_cpu, load_engine_file
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_pretrained, no_extractor
-from ..speech import RATE, Sound, complete_generation, find_sounds, prompt_of
+from ..speech import RATE, Sound, check_extractor, complete_generation, find_sounds, prompt_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -85,6 +85,7 @@ def load_speech(
         check_cpu(str(folder), device)
         return SpeechEngine.load(folder, threads), processor
     model = load_pretrained(AutoModelForSpeechSeq2Seq, folder, dtype=torch.float32)
+    check_extractor(processor.feature_extractor, model.config, str(folder))
     complete_generation(model.generation_config, processor.tokenizer, str(folder))
     return model.eval().to(device), processor
 

@@ -30,6 +30,7 @@ from ..speech import (
     RATE,
     Piece,
     add_times,
+    check_extractor,
     check_language,
     cut_pieces,
     find_sounds,
@@ -87,7 +88,9 @@ class SoundRun(Run):
 
     @cached_property
     def extractor(self) -> Any:
-        return load_processor(self.folder).feature_extractor
+        extractor = load_processor(self.folder).feature_extractor
+        check_extractor(extractor, self.model.config, str(self.folder))
+        return extractor
 
     def open_corpus(self) -> Corpus:
         """Pieces of the sound, with the user's transcripts or those of the teacher."""

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from speech import RATE, make_whisper, sound, texts, write_speech
-from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor, WhisperFeatureExtractor
 
 from lightformers_hf import convert, plan
 from lightformers_hf.checkpoints.teacher import read
@@ -142,6 +142,15 @@ def without_extractor(root, folder):
     return folder
 
 
+def with_other_extractor(root, folder):
+    shutil.copytree(root / "whisper", folder)
+    WhisperFeatureExtractor(chunk_length=2, feature_size=80).save_pretrained(folder)
+    (folder / "processor_config.json").unlink()
+    with pytest.raises(ValueError, match="makes 80 bands"):
+        load_speech(folder)
+    return folder
+
+
 def english_only(root, folder):
     shutil.copytree(root / "whisper", folder)
     file = folder / "generation_config.json"
@@ -182,6 +191,7 @@ def test_an_old_generation_configuration_is_completed(form, root, tmp_path):
         (None, {"calibration": "with", "calibration_samples": 99}, r"holds \d pieces with speech"),
         (None, {"calibration": "with", "vocabulary": ("texts",)}, "vocabulary is for text; whisper is a model for"),
         (without_extractor, {"calibration": "with"}, "holds no feature extractor"),
+        (with_other_extractor, {"calibration": "with"}, r"makes 80 bands and 200 frames .* the model reads 16 bands"),
         (english_only, {"calibration": "with", "source_lang": "de"}, "transcribes English only: remove the language"),
     ],
 )
