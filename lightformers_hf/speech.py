@@ -267,9 +267,9 @@ def check_extractor(extractor: Any, config: PreTrainedConfig, name: str) -> None
     if made != expected:
         bands, frames, rate = made
         raise ValueError(
-            f"the feature extractor (preprocessor_config.json) of {name} makes {bands} bands and {frames} frames of sound "
-            f"with {rate} samples a second, but the model reads {expected[0]} bands and {expected[1]} frames of {RATE}: "
-            "put the file of the model that it was trained from there"
+            f"the feature extractor (preprocessor_config.json) of {name} makes {bands} bands and {frames} frames of "
+            f"sound with {rate} samples a second, but the model reads {expected}: put the file of the model that it "
+            "was trained from there"
         )
 
 
