@@ -59,6 +59,7 @@ UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT
 LARGEST = 2.0**63  # above every measured value
 LONGEST_NAME = 255  # bytes, of a file's name
 FULL = 1 << 26  # bytes left on a disk that count as none
+FULL_DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
 # --- JSON
@@ -199,9 +200,10 @@ def explain_unwritable(error: BaseException, library: str, folder: str | os.Path
     )
 
 
-def is_full_disk(error: BaseException) -> bool:
-    """Whether an error means a full disk; writers of tensors wrap the error of the system."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+def find_full_disk(error: BaseException) -> str:
+    """What is full if an error means a full disk, else ""; writers of tensors wrap the error of the system."""
+    code, text = getattr(error, "errno", None), str(error)
+    return next((what for number, what in FULL_DISK.items() if code == number or os.strerror(number) in text), "")
 
 
 # --- The folder of a model
@@ -300,10 +302,10 @@ def atomic_output(
 
 def _explain_full_disk(error: BaseException, temporary: Path, target: Path) -> None:
     """Raise `OSError` if a disk is full: that of the output, or that of the input."""
-    if not is_full_disk(error):
+    if not (what := find_full_disk(error)):
         return
-    if shutil.disk_usage(temporary).free < FULL:
-        raise OSError(f"the disk is full: {target} could not be written, and nothing was changed") from error
+    if what == FULL_DISK[errno.EDQUOT] or shutil.disk_usage(temporary).free < FULL:
+        raise OSError(f"{what}: {target} could not be written, and nothing was changed") from error
     raise OSError(
         f"a disk is full, but not that of {target}, of which nothing was changed: look at the cache of downloads and "
         f"data (HF_HOME), and at the temporary folder ({tempfile.gettempdir()})"

@@ -107,11 +107,18 @@ def test_a_failed_swap_puts_the_old_output_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "full"), RuntimeError("I/O error: No space left on device (os error 28)")]
+    ("error", "what"),
+    [
+        (OSError(errno.ENOSPC, "full"), "disk is full"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "disk is full"),
+        (OSError(errno.EDQUOT, "full"), "quota is used up"),
+        (RuntimeError(f"I/O error: {os.strerror(errno.EDQUOT)} (os error 122)"), "quota is used up"),
+    ],
 )
-def test_disk_full(tmp_path, error, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    with pytest.raises(OSError, match=r"disk is full: .*out could not be written, and nothing was changed"):  # noqa: SIM117
+def test_disk_full(tmp_path, error, what, monkeypatch):
+    free = 1 << 40 if "quota" in what else 4096
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(OSError, match=rf"{what}: .*out could not be written, and nothing was changed"):  # noqa: SIM117
         with atomic_output(tmp_path / "out"):
             raise error
     assert contents(tmp_path) == set()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..files import check_file, is_full_disk, json_text, write_whole
+from ..files import check_file, find_full_disk, json_text, write_whole
 from ..options import OptionError
 from ..results import Result, print_parts
 from .parameters import Argument, check_inputs, option
@@ -182,8 +182,8 @@ def explain(error: Exception, typed: Mapping[str, str]) -> str:
         return " ".join(message.split())  # those of libraries have several lines
     from ..stored import is_out_of_memory
 
-    if is_full_disk(error):
-        return "the disk is full: free space, then run the same command again"
+    if what := find_full_disk(error):
+        return f"{what}: free space, then run the same command again"
     if is_out_of_memory(error):
         return "there is not enough memory for this command"
     if isinstance(error, ImportError) and "socksio" in str(error):

@@ -44,7 +44,7 @@ from ..files import (
     DISTILL_FILE,
     check_place,
     find_foreign,
-    is_full_disk,
+    find_full_disk,
     lock,
     parents,
     read_json,
@@ -153,9 +153,9 @@ def distill(call: DistillArguments) -> Distillation:
         try:
             return run_steps(job, run, record | {"data": now}, share, progress=call.progress)
         except (OSError, SafetensorError) as error:
-            if is_full_disk(error):
+            if what := find_full_disk(error):
                 raise OSError(
-                    f"the disk is full: complete shards of {output} stay; free space, then give the same command"
+                    f"{what}: complete shards of {output} stay; free space, then give the same command"
                 ) from error
             raise
 
