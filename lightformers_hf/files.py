@@ -364,8 +364,9 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
     for name in (".git", ".hg", ".svn"):
         if (target / name).exists():
             raise ValueError(f"the output {target} is a repository ({name}): give another folder")
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file, expected a folder to write")
+    for place in (target, *target.parents):
+        if place.exists() and not place.is_dir():
+            raise FileExistsError(f"{place} is a file, expected a folder to write")
     return target
 
 

@@ -77,8 +77,10 @@ def test_output_not_empty(tmp_path):
         (temporary / "file").touch()
     with pytest.raises(FileExistsError, match=r"out is not empty.*--overwrite"), atomic_output(tmp_path / "out"):
         pytest.fail("entered")
-    with pytest.raises(FileExistsError, match="is a file"), atomic_output(tmp_path / "out" / "file", overwrite=True):
-        pytest.fail("entered")
+    for name in ("file", "file/below"):
+        inside = atomic_output(tmp_path / "out" / name, overwrite=True)
+        with pytest.raises(FileExistsError, match="file is a file, expected a folder"), inside:
+            pytest.fail("entered")
     assert contents(tmp_path) == {"out", "out/file"}
 
 

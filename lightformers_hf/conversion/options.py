@@ -418,7 +418,7 @@ def _check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> 
 
 def _as_tuple(value: str | os.PathLike | Sequence[str] | None, separator: str | None) -> tuple[str, ...] | None:
     """A list of words, or words in one text; `None` for none at all."""
-    given = [value] if isinstance(value, str | os.PathLike) else list(value or ())
+    given = [value] if isinstance(value, str | os.PathLike | Mapping) else list(value or ())
     texts = filter(None, map(data_name, given))
     words = [part.strip() for text in texts for part in (text.split(separator) if separator else [text])]
     return tuple(filter(None, words)) or None
