@@ -238,7 +238,7 @@ def complete_generation(config: GenerationConfig, tokenizer: PreTrainedTokenizer
             f"{name} has neither a generation_config.json with no_timestamps_token_id, nor a tokenizer with "
             f"{NO_TIMES}: put these files of the model that it was trained from there"
         )
-    config._from_model_config = False  # with which transformers would ignore the fields below in a file
+    config.update(_from_model_config=False)  # with which transformers would ignore the fields below in a file
     config.no_timestamps_token_id, config.max_initial_timestamp_index = tokens[NO_TIMES], 50
     config.is_multilingual = "" in tokens  # as in OpenAI's tokenizers
     if config.is_multilingual:
