@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -59,6 +60,7 @@ SHORTEST, LONGEST = 0.3, 3.0
 # Bytes of the libraries, and how often the model is in memory in float32, at most: teacher, result, activations.
 LIBRARIES, COPIES = 1.4e9, 4.0
 
+logger = logging.getLogger(__name__)
 WORTH_FITTING = 1e-4  # nats a token: below, layers are not fitted jointly
 COMPARED_TOKENS = 8192  # of targets, about: a comparison on more takes long, with the same outcome
 CLOSE = 1.1  # divergences from the teacher that are equal but for chance
@@ -127,6 +129,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     )
     units = find_units(originals, options, study)
     steps = find_steps(whole, originals, options, study)
+    if options.calibration_samples is not None and not steps:
+        logger.warning("calibration_samples has no effect: this conversion reads no text")
     removed = check_choices(units, originals, options, study) if "weight" in steps else None
     if not dry:
         check_outputs(checkpoint)

@@ -23,7 +23,6 @@ METHODS = get_args(Method)
 OTHER_BUDGETS = ("params", "size")
 BUDGETS = ("ratio", *OTHER_BUDGETS)
 HOW_FAR = ("ratio", "rank", "energy", *OTHER_BUDGETS)
-TEXT = ("calibration", "calibration_samples")
 LAYERS = ("encoder_layers", "decoder_layers")
 GROUPS = ("encoder_groups", "decoder_groups")
 SHAPES = ("d_model", *LAYERS, *GROUPS, "vocabulary")  # what gets smaller besides the matrices
@@ -211,7 +210,7 @@ class CompressionOptions:
             raise OptionError(*join_options(given), " are given, expected one of them")
         for name in self._given("params", "size"):
             read_quantity(name, getattr(self, name))
-        if self.method == "paper" and (given := self._given(*TEXT, "d_model", *LAYERS, *OTHER_BUDGETS)):
+        if self.method == "paper" and (given := self._given("calibration", "d_model", *LAYERS, *OTHER_BUDGETS)):
             raise OptionError(
                 "method", " is 'paper', but the paper's procedure has no ", given[0], ": remove one of the two"
             )
@@ -349,8 +348,8 @@ def resolve_study(options: CompressionOptions, study: StudyOptions | None = None
 
 def needs_calibration(options: CompressionOptions, study: StudyOptions) -> str | None:
     """An option or a switch that is given and means nothing without calibration."""
-    if text := [name for name in TEXT if getattr(options, name) is not None]:
-        return text[0]
+    if options.calibration is not None:
+        return "calibration"
     if study.refit:
         return "refit"
     if options.budget in OTHER_BUDGETS:

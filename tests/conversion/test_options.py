@@ -130,7 +130,6 @@ def test_no_quantity_is_named(text):
         ({"encoder_layers": 2.5}, "encoder_layers is 2.5, expected a whole number"),
         ({"languages": "de_DE"}, "languages needs vocabulary"),
         ({"vocabulary_size": 9}, "vocabulary_size needs vocabulary"),
-        ({"method": "paper", "calibration_samples": 9}, "the paper's procedure has no calibration_samples"),
         ({"vocabulary": {"train": ["text"]}}, "the data is a dict: expected a file"),
         ({"vocabulary": "a.txt", "vocabulary_size": 0}, "vocabulary_size is 0"),
         ({"vocabulary": "a.txt", "vocabulary_size": "9"}, "vocabulary_size is '9', expected a whole number"),

@@ -71,15 +71,16 @@ OPTIONS = {
     "layers": {"decoder_layers": 1, "calibration": "with"},
     "groups": {"ratio": 1.5, "decoder_groups": 1, "calibration": "with"},
     "language": {"ratio": 2, "calibration": "without", "source_lang": "de", "calibration_samples": 3},
-    "paper": {"ratio": 2, "method": "paper"},
+    "paper": {"ratio": 2, "method": "paper", "calibration_samples": 3},
 }
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_every_method_gives_a_model_that_transcribes(case, root, tmp_path):
+def test_every_method_gives_a_model_that_transcribes(case, root, tmp_path, caplog):
     options = {name: str(root / value) if name == "calibration" else value for name, value in OPTIONS[case].items()}
     report = convert(root / "whisper", tmp_path / "light", progress=False, **options)
     assert report.parameters_after < report.parameters_before
+    assert ("calibration_samples has no effect" in caplog.text) == (case == "paper")
     processor = AutoProcessor.from_pretrained(tmp_path / "light")
     model = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "light")
     inputs = processor(sound("abc"), sampling_rate=RATE, return_tensors="pt")
