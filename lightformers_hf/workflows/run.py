@@ -127,6 +127,7 @@ class Run:
     last_pool: Any = field(init=False, default=None)  # pairs, and what was made of them
     auto_model: ClassVar[Any] = AutoModelForSeq2SeqLM
     unit: ClassVar[str] = "sentences"  # of the validation
+    averages: ClassVar[bool] = False  # weights before and after a training that repeats the calibration
     cpu_attention: ClassVar[str | None] = "eager"  # with sentences, it trains faster than the fused kernel
 
     @classmethod
@@ -468,7 +469,8 @@ class Run:
             for entry in state.log_history
             if f"eval_{self.best_by}" in entry
         }
-        if 2 * record.get("seen", 0) <= len(self.held_out):
+        is_new = 2 * record.get("seen", 0) <= len(self.held_out)
+        if is_new:
             scored[0] = record["scores"]["before"]  # few steps may do harm
         sign = 1 if METRICS[self.best_by].higher_is_better else -1
         best_step = max(scored, key=lambda step: sign * scored[step][self.best_by])
@@ -476,6 +478,9 @@ class Run:
             self.say("no validation was better than at first: the model stays unchanged, more minutes help")
         as_it_was = self.folder, self.tokenizer, self.languages, self.attention
         best, own = trainer.model if best_step else self.load_model(*as_it_was), self.own_config
+        if self.averages and not is_new:
+            average_weights(best, self.load_model(*as_it_was))
+            scored[best_step] = self.measure(best)[0]
         if best_step and self.call.quantization:
             round_model(best, self.call.quantization)
         for name in ("use_cache", *(name for name in vars(own) if "dropout" in name)):  # otherwise while it trained
@@ -499,6 +504,13 @@ class Run:
             settings=record["settings"],
             quantization=self.call.quantization,
         )
+
+
+@torch.no_grad()
+def average_weights(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Put the mean of both models' weights into `model` (Wortsman et al. 2022, arXiv 2109.01903, section 3)."""
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        ours.lerp_(theirs.to(ours), 0.5)
 
 
 def count_parameters(checkpoint: str | Path, auto_model: Any) -> int:
