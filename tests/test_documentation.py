@@ -53,7 +53,8 @@ SMALLER = {
     r"--vocabulary-size 16000": "--vocabulary-size 250",
     r"--json results.json": "--no-speed --json results.json",
     r"--cores 1 --batch-size 1": "--cores 1 --batch-size 1 --num-beams 1 --runs 1 --sentences 1 --new-tokens 2 "
-    "--max-samples 2 --engine transformers --engine ctranslate2",
+    "--engine transformers --engine ctranslate2",
+    r"--shortlist train.jsonl --cores": "--max-samples 2 --shortlist train.jsonl --cores",
 }
 # Commands that need a network, several machines or minutes are only parsed.
 PARSED_ONLY = re.compile("lightformers (push|compare|demo)|torchrun|accelerate launch")
