@@ -177,6 +177,8 @@ def token_weights(tokenizer: PreTrainedTokenizerBase, end: int) -> Tensor:
 
 def replace_tokens(tokens: Tensor, likely: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Tokens (…) of which the share `REPLACED` is drawn by the weights `likely`."""
+    if not tokens.numel():  # which no draw takes
+        return tokens
     others = likely.multinomial(tokens.numel(), replacement=True, generator=generator).view_as(tokens)
     return torch.where(torch.rand(tokens.shape, generator=generator) < REPLACED, others, tokens)
 

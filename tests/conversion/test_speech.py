@@ -25,6 +25,7 @@ from lightformers_hf.conversion.calibration_speech import (
     draw_errors,
     draw_pieces,
     repeat_span,
+    replace_tokens,
     sound_batches,
     token_weights,
 )
@@ -224,6 +225,7 @@ def test_transcripts_with_errors_hold_what_the_model_predicts_and_other_tokens()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         rows = draw_errors(model, torch.zeros(1, 2, 4), [end + 1], [*range(399), end], weights)
+    assert replace_tokens(torch.tensor([]), weights).tolist() == []  # of silence
     assert [row[-1] for row in rows] == [end] * SAMPLES
     assert [len(row) for row in rows[1::2]] == [400 + 1] * (SAMPLES // 2)
     assert all(1 < len(row) - 401 <= SPANS * SPAN * (TIMES - 1) for row in rows[::2])
