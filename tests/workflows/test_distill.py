@@ -192,7 +192,11 @@ def test_killed_at_random_moments_no_row_is_lost_or_doubled(teacher, data, tmp_p
         ({"num_beams": 0}, "num_beams is 0"),
         ({"keep": "120%"}, "keep is '120%', expected a share"),
         ({"format": "csv"}, "format is 'csv', expected jsonl or parquet"),
-        ({"ray": "127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1|ray needs ray: pip install"),
+        ({"ray": "127.0.0.1:1"}, "processes is for this machine, but Ray divides the work"),
+        (
+            {"ray": "127.0.0.1:1", "processes": None},
+            "no Ray cluster answers at 127.0.0.1:1|ray needs ray: pip install",
+        ),
         ({"data": "none-*.jsonl"}, "no file matches the pattern"),
     ],
 )
@@ -305,7 +309,7 @@ def test_two_ray_nodes_write_what_one_process_writes(teacher, data, tmp_path):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         cluster.add_node(num_cpus=1)
-        found = distill(teacher, data[0], tmp_path / "ray", ray=cluster.address, **options())
+        found = distill(teacher, data[0], tmp_path / "ray", ray=cluster.address, **options(processes=None))
     finally:
         import ray
 
