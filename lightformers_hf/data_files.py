@@ -86,7 +86,8 @@ def find_files(data: str) -> list[str] | None:
 
 def check_split(call: Any) -> None:
     """Raise `OptionError` where the record of a call names a split of data that is not on the Hub."""
-    if call.data and call.split != type(call).split and is_file_name(os.fspath(call.data)):
+    named = isinstance(call.data, str | os.PathLike)  # no loaded rows
+    if named and call.split != type(call).split and is_file_name(os.fspath(call.data)):
         raise OptionError("split", f" is for data sets on the Hub, but {call.data} is local: remove ", "split")
 
 

@@ -147,18 +147,23 @@ def check_whole_numbers(record: object) -> None:
             raise OptionError(option.name, f" is {value!r}, expected a whole number{limits}")
 
 
+def _is_given(value: object, default: object = None) -> bool:
+    """Whether a value is neither a default nor empty; rows and models in memory, which may not compare, are given."""
+    compares = value is None or isinstance(value, bool | int | float | str | tuple | list)
+    return not compares or value not in (None, (), [], "", default)
+
+
 def _given(record: object) -> Iterator[Option]:
     """The options whose values are not their defaults."""
     for option in options_of(type(record)):
-        value = getattr(record, option.name)
-        if option.help.kind != "hidden" and value not in (None, (), [], option.default):
+        if option.help.kind != "hidden" and _is_given(getattr(record, option.name), option.default):
             yield option
 
 
 def check_needs(record: object) -> None:
     """Raise `OptionError` where an option is given that has no effect without another one."""
     for option in _given(record):
-        if (needed := option.help.needs) and not getattr(record, needed):
+        if (needed := option.help.needs) and not _is_given(getattr(record, needed)):
             raise OptionError(option.name, " needs ", needed, ": give ", needed, ", too, or remove ", option.name)
 
 

@@ -5,7 +5,7 @@ Importing this file imports neither torch nor transformers: the command line rea
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
@@ -417,7 +417,9 @@ def _check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> 
 
 def _as_tuple(value: str | os.PathLike | Sequence[str] | None, separator: str | None) -> tuple[str, ...] | None:
     """A list of words, or words in one text; `None` for none at all."""
-    given = [value] if isinstance(value, str | os.PathLike | Mapping) else list(value or ())
+    if value is None:
+        return None
+    given = list(value) if isinstance(value, Sequence | Set) and not isinstance(value, str) else [value]
     texts = filter(None, map(data_name, given))
     words = [part.strip() for text in texts for part in (text.split(separator) if separator else [text])]
     return tuple(filter(None, words)) or None

@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Literal
 
 import click
+import pandas
 import pytest
 
 from lightformers_hf.cli.framework import explain
@@ -76,7 +77,7 @@ def test_a_command_has_the_options_of_the_record():
 class Parts:
     """Options that other ones, or the kind of a model, make void."""
 
-    data: Annotated[str | None, Help("Text.")] = None
+    data: Annotated[object, Help("Text.")] = None
     samples: Annotated[int, Help("Of it.", needs="data")] = 8
     beams: Annotated[Annotated[int | None, Help("Beams.")], Help("", needs="data", is_for_text=True)] = None
 
@@ -89,6 +90,8 @@ def test_an_option_without_effect_is_refused(given):
         take(**given)
     assert take(**given, data="x") == {**values_of(Parts()), **given, "data": "x"}
     assert take(samples=8) == values_of(Parts())  # the default
+    rows = pandas.DataFrame({"de": ["Hallo"]})  # which can't be compared
+    assert take(**given, data=rows)["data"] is rows
     check_speech(Parts(samples=3), "whisper")
     with pytest.raises(OptionError, match="beams is for text; whisper is a model for speech: remove beams"):
         check_speech(Parts(beams=2), "whisper")
