@@ -364,9 +364,9 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
     for name in (".git", ".hg", ".svn"):
         if (target / name).exists():
             raise ValueError(f"the output {target} is a repository ({name}): give another folder")
-    for place in (target, *target.parents):
-        if place.exists() and not place.is_dir():
-            raise FileExistsError(f"{place} is a file, expected a folder to write")
+    for path in (target, *target.parents):
+        if path.exists() and not path.is_dir():
+            raise FileExistsError(f"{path} is a file, expected a folder to write")
     return target
 
 

@@ -36,13 +36,13 @@ from .sensitivity import GIVEN, Batch
 from .workers import Step, cast_weights, fast_products
 
 WINDOWS = 48  # pieces by default, each as long as the encoder reads
-AT_ONCE = 8  # pieces that are transcribed together: a step takes hardly longer than for one
+HEARD_AT_ONCE = 8  # pieces that are transcribed together: a step takes hardly longer than for one
 SAMPLES = 16  # transcripts of a piece with errors of the teacher
 # Share of their tokens that are any of the vocabulary: a few minutes of speech show few of its embeddings. The tokens
 # of byte-pair encoding begin with common ones, of which so many are about equally likely. A share of them are numbers:
-# read literature has none in digits, and a model that never saw them repeats them without end.
+# transcripts of literature write few in digits, and models that had seen none repeated them without end.
 REPLACED, COMMON, NUMBERS = 0.3, 200, 0.2
-# In every second transcript with errors, so many spans of at most three tokens stand up to four times.
+# Every second transcript with errors has so many spans of at most `SPAN` tokens that stand up to `TIMES` times.
 SPANS, SPAN, TIMES = 2, 3, 4
 # Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
 SILENT = 8
@@ -100,7 +100,7 @@ def sound_batches(
     batches: list[Batch] = []
     with cast_weights(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        groups = [pieces[start : start + AT_ONCE] for start in range(0, len(pieces), AT_ONCE)]
+        groups = [pieces[start : start + HEARD_AT_ONCE] for start in range(0, len(pieces), HEARD_AT_ONCE)]
         heard_groups = (hear(model, tokenizer, extractor, group, language) for group in groups)
         all_heard = Step("transcribing", chain.from_iterable(heard_groups), total=len(pieces), unit="piece")
         for piece, heard in zip(pieces, all_heard, strict=True):
@@ -143,12 +143,11 @@ def hear(
             found = model.detect_language(encoder_outputs=encoded)
             languages = [name.strip("<|>") for name in tokenizer.convert_ids_to_tokens(found.tolist())]
     states = encoded.last_hidden_state
-    unknown = [place for place, piece in enumerate(pieces) if piece.text is None]
-    prompts = [prompt_of(config, languages[place]) for place in unknown]
-    generated = iter(_generate(model, states[unknown], prompts) if unknown else [])
-    texts = [
-        next(generated) if piece.text is None else transcript_tokens(tokenizer, piece.text, config) for piece in pieces
-    ]
+    texts = [transcript_tokens(tokenizer, piece.text, config) if piece.text is not None else [] for piece in pieces]
+    if unknown := [row for row, piece in enumerate(pieces) if piece.text is None]:
+        prompts = [prompt_of(config, languages[row]) for row in unknown]
+        for row, text in zip(unknown, _generate(model, states[unknown], prompts), strict=True):
+            texts[row] = text
     rows = zip(features.split(1), states.split(1), languages, texts, strict=True)
     return [Heard(*row) for row in rows]
 
@@ -168,7 +167,7 @@ def _pack(rows: Sequence[tuple[list[int], list[int]]], longest: int) -> Batch:
 
 
 def token_weights(tokenizer: PreTrainedTokenizerBase, end: int) -> Tensor:
-    """Weights (V,) of the tokens of text as errors: by their place in the vocabulary, and numbers apart."""
+    """Weights (V,) of the tokens of text as errors: by their rank in the vocabulary, and numbers apart."""
     weights = 1 / (torch.arange(end) + COMMON)
     numbers = torch.tensor([token.lstrip("Ġ").isdecimal() for token in tokenizer.convert_ids_to_tokens(range(end))])
     counted = weights * numbers
@@ -209,9 +208,9 @@ def draw_errors(
         return []
     drawn = logits.softmax(-1).multinomial(SAMPLES, replacement=True).T.cpu()
     rows, draw = replace_tokens(drawn, likely).tolist(), random.Random(int(torch.randint(2**30, ())))
-    for place in range(0, SAMPLES, 2):
+    for index in range(0, SAMPLES, 2):
         for _ in range(SPANS):
-            rows[place] = repeat_span(rows[place], draw)
+            rows[index] = repeat_span(rows[index], draw)
     return [[*row, end] for row in rows]
 
 

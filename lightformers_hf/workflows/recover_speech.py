@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSpeechSeq2Seq
 
-from ..conversion.calibration_speech import AT_ONCE, SILENT, hear, replace_tokens, token_weights
+from ..conversion.calibration_speech import HEARD_AT_ONCE, SILENT, hear, replace_tokens, token_weights
 from ..corpus import Corpus, Pairs
 from ..evaluation.quality import SPEECH, choose_metrics
 from ..evaluation.transcribe import load_processor, normalizer_of
@@ -122,7 +122,7 @@ class SoundRun(Run):
             for sound in sounds
             for number, piece in enumerate(cut_pieces([sound], **settings))
         )
-        while group := dict(islice(named, AT_ONCE)):
+        while group := dict(islice(named, HEARD_AT_ONCE)):
             if self.resumes:
                 group = {name: piece for name, piece in group.items() if (data, name) in known}
             untold = next((name for name, piece in group.items() if piece.text is None), None)
@@ -171,7 +171,7 @@ class SoundRun(Run):
 
     def time_each(self) -> float:
         """Seconds of the transcription of a piece."""
-        start, names = time.monotonic(), self.held_out["source"][:AT_ONCE]
+        start, names = time.monotonic(), self.held_out["source"][:HEARD_AT_ONCE]
         pieces = [replace(self.pieces[name], text=None) for name in names]
         hear(self.distiller, self.tokenizer, self.extractor, pieces, self.spoken[names[0]])
         return (time.monotonic() - start) / len(names)
@@ -202,7 +202,7 @@ class SoundRun(Run):
     ) -> dict[str, Any]:
         """Pieces of one language (name, sound, transcript) behind each other: decoder inputs, labels, and sound.
 
-        With `errors`, which draws them, the inputs have some: the labels are what should follow all the same.
+        `errors` draws wrong tokens for the inputs. The labels stay those of the transcript.
         """
         config = self.distiller.generation_config
         prompt = prompt_of(config, self.spoken[parts[0][0]], times=times)
