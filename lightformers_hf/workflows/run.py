@@ -479,9 +479,7 @@ class Run:
         as_it_was = self.folder, self.tokenizer, self.languages, self.attention
         best, own = trainer.model if best_step else self.load_model(*as_it_was), self.own_config
         if self.averages and not is_new:
-            self.say(
-                "calibrated on the validation: the mean of the weights before and after is saved"
-            )
+            self.say("calibrated on the validation: the mean of the weights before and after is saved")
             average_weights(best, self.load_model(*as_it_was))
             scored[best_step] = self.measure(best)[0]
         if best_step and self.call.quantization:
