@@ -4,6 +4,7 @@ Importing this file imports neither torch nor transformers: the command line rea
 """
 
 import os
+import re
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
@@ -31,7 +32,7 @@ from .engines.arguments import (
     TargetLang,
     Tokenizer,
 )
-from .options import Help
+from .options import Help, OptionError
 
 if TYPE_CHECKING:
     from .in_memory import AnyModel
@@ -369,6 +370,12 @@ class PushArguments:
             kind="file",
         ),
     ] = ()
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            raise OptionError(
+                "revision", f" is the commit {self.revision}, which nothing can be added to: give the name of a branch"
+            )
 
 
 @dataclass(frozen=True)

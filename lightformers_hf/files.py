@@ -367,6 +367,9 @@ def check_place(target: str | Path, inputs: Iterable[str | os.PathLike | None]) 
     for path in (target, *target.parents):
         if path.exists() and not path.is_dir():
             raise FileExistsError(f"{path} is a file, expected a folder to write")
+    above = next(path for path in target.parents if path.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(f"{target} cannot be written: nothing can be put into {above}")
     return target
 
 

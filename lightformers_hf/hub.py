@@ -111,8 +111,6 @@ def push_to_hub(call: PushArguments) -> Push:
         >>> push_to_hub("recovered", "me/opus-mt-de-en-light", private=True)
     """
     name, revision, results = call.name, call.revision, call.results
-    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
-        raise ValueError(f"revision {revision} is a commit, which nothing can be added to: give the name of a branch")
     with on_disk(call.tokenizer, call.model) as (path,):
         folder = Path(os.path.expanduser(path))
         kind, exported = _exported_files(folder, results)

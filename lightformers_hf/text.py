@@ -384,7 +384,7 @@ def load_file(path: Path, first: int | None = None, bad: Bad = None, *, suffix: 
             return _load_first(path, suffix, first, bad)
         with path.open("rb") as file:  # the key of the cache is the content and the reader
             content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
-        identity = f"{suffix[1:]}-3-{'gz-' * (path.suffix == '.gz')}{content}"
+        identity = f"{suffix[1:]}-4-{'gz-' * (path.suffix == '.gz')}{content}"
         target = Path(HF_DATASETS_CACHE, "lightformers", f"{identity}.arrow")
         if not target.is_file():
             _write_arrow(path, suffix, target)
@@ -521,7 +521,7 @@ def note_bad(where: str, error: ValueError, bad: dict[str, str]) -> None:
 def parse_line(line: str, suffix: str, number: int, header: Sequence[str] | None = None) -> dict[str, Any] | None:
     """The columns of a line of text, `None` of an empty line. Raises `ValueError` that names the line."""
     if suffix == ".txt":
-        return {"text": line.rstrip("\r\n")}
+        return {"text": _strip_end(line, number)}
     if suffix == ".tsv":
         fields = _split_tabs(line, number)
         return None if header is None or fields is None else _name_fields(fields, header, f"line {number}")
@@ -530,10 +530,16 @@ def parse_line(line: str, suffix: str, number: int, header: Sequence[str] | None
 
 def _split_tabs(line: str, number: int) -> list[str] | None:
     """The fields of a line of .tsv, `None` of an empty line."""
+    line = _strip_end(line, number)
+    return line.split("\t") if line.strip(" ") else None
+
+
+def _strip_end(line: str, number: int) -> str:
+    """A line without its end. Raises `ValueError` where a carriage return stands within it."""
     line = line.rstrip("\r\n")
     if "\r" in line:
         raise ValueError(f"line {number}: {RETURN}")
-    return line.split("\t") if line.strip(" ") else None
+    return line
 
 
 def read_header(path: Path) -> tuple[list[str] | None, int]:

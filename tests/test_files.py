@@ -415,6 +415,12 @@ def test_home_and_what_holds_it_are_kept(tmp_path, monkeypatch, place):
     assert everything(tmp_path) == {home.parent: None, home: None}
 
 
+def test_a_disk_that_takes_nothing_is_said_before_anything_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for name in ("out", "above/out"):
+        assert_refused(PermissionError, f"out cannot be written: nothing can be put into {tmp_path}$", tmp_path / name)
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
 def test_a_repository_is_kept(tmp_path, make):
     write_sub(tmp_path / "out")

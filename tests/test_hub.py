@@ -502,6 +502,10 @@ def test_a_dry_run_lists_and_sends_nothing(hub, light, monkeypatch, lightformers
     assert code == 0
     for name, size in preview_push(light, "alice/light").items():
         assert f"{size:,}  {name}\n" in out
+    code, out, _ = lightformers("push", light, "alice/light", *"--dry-run --private --revision v2 -m Longer".split())
+    assert (code, out.splitlines()[-1].split("bytes to ")[1]) == (0, "alice/light, private, branch v2, 'Longer'.")
+    code, _, err = lightformers("push", light, "alice/light", "--dry-run", "--revision", "a" * 40)
+    assert (code, "--revision is the commit aaaa" in err) == (1, True)
     assert not hub.repositories
     assert not hub.requests
 

@@ -113,6 +113,7 @@ def test_the_only_two_columns_of_text_are_source_and_target(tmp_path, caplog, na
         ("twice.csv", "de,de\na,b\n", "line 1 names a column twice"),
         ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: a quote is not closed"),
         ("return.tsv", "de\ten\na\tb\nEin\rHund\tA dog\n", r"return.tsv .*: line 3: holds a carriage return \(\\r\)"),
+        ("return.txt", "a\r\r\nEin\rHund\r\n", r"return.txt .*: line 2: holds a carriage return \(\\r\)"),
         (
             "half.jsonl",
             '{"de": "a", "en": "b"}\n{"de": "\\ud83d", "en": "b"}\n',

@@ -270,12 +270,15 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
     """
     if not (model / PAGE_FILE).is_file():
         check_folder(model)
+    call = PushArguments(model, name, results=results, **options)
     from ..hub import preview_push, push_to_hub
 
     if dry_run:
         sizes = preview_push(model, name, results=results)
         lines = [f"{size:15,}  {file}" for file, size in sizes.items()]
-        return Answer({"name": name, "files": sizes}, [*lines, f"{sum(sizes.values()):15,}  bytes to {name}."])
+        asked = {"private": call.private, f"branch {call.revision}": call.revision, repr(call.message): call.message}
+        place = ", ".join([name, *(text for text, value in asked.items() if value)])
+        return Answer({"name": name, "files": sizes}, [*lines, f"{sum(sizes.values()):15,}  bytes to {place}."])
     return Answer.of(push_to_hub(model, name, results=results, **options))
 
 

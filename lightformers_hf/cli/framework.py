@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..files import check_file, find_full_disk, json_text, write_whole
+from ..files import FULL_DISK, check_file, find_full_disk, json_text, write_whole
 from ..options import OptionError
 from ..results import Result, print_parts
-from .parameters import Argument, check_inputs, option
+from .parameters import FILE, Argument, check_inputs, option
 from .streams import check_open, loudness
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ SHARED = (
         "--json",
         "json_file",
         metavar="FILE",
-        type=click.Path(path_type=Path, allow_dash=True),
+        type=FILE,
         help="Write the result as JSON to this file. With '-', stdout holds the JSON and nothing else.",
     ),
     option("--quiet", "-q", is_flag=True, help="Print no progress bars, tables or warnings."),
@@ -177,7 +177,8 @@ def command(*parameters: click.Parameter) -> Callable[[Callable], Command]:
 
 def explain(error: Exception, typed: Mapping[str, str]) -> str:
     """Return one line about an error that the user can correct; nothing for a fault of the program."""
-    if isinstance(error, ValueError | OSError) and not is_of(error, "torch"):
+    is_full = getattr(error, "errno", None) in FULL_DISK
+    if isinstance(error, ValueError | OSError) and not is_full and not is_of(error, "torch"):
         message = error.spell(typed) if isinstance(error, OptionError) else str(error)
         return " ".join(message.split())  # those of libraries have several lines
     from ..stored import is_out_of_memory

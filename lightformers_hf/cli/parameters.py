@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
@@ -15,10 +16,19 @@ from ..data_files import find_files
 from ..files import check_folder, find_folder
 from ..options import RANGES, Option, options_of
 
+
+class FilePath(click.Path):
+    """A path that may begin with `~`, the home folder, which shells do not replace in `--json=~/results.json`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
 # Files or folders, or names on the Hub. A model or data file that does not exist is refused
 # before torch is imported.
 CHECKPOINT, DATA = click.Path(), click.Path()
-FILE = click.Path(path_type=Path)
+FILE = FilePath(path_type=Path)
 TYPES: dict[str, click.ParamType] = {"checkpoint": CHECKPOINT, "data": DATA, "file": FILE, "number": click.INT}
 TYPES |= {kind: click.IntRange(*limits) for kind, limits in RANGES.items()}
 TYPES |= {"minutes": click.FloatRange(min=0, min_open=True)}

@@ -203,6 +203,12 @@ def write_text(
         tokenizer = write_tokenizer_file(source.tokenizer, folder)
     prefixes = find_prefixes(source.model.config, *languages, source.tokenizer)
     prefix = prefixes[0] if len(prefixes) == 1 else ""
+    has_codes = hasattr(source.tokenizer, "src_lang")
+    if any(languages) and not (shortlist or calibration or package or any(prefixes) or has_codes):
+        logger.warning(
+            f"source_lang and target_lang change nothing in the exported model: {source.name} translates one pair of "
+            "languages, and no text is read whose columns they would name"
+        )
     if hasattr(engine, "write_config"):
         engine.write_config(source, folder, prefix)
     by_input = write_generation(source, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -13,6 +14,7 @@ from ..engines import check_cpu
 from ..engines.engine import Engine, check_first_token, load_engine, translate_texts
 from ..languages import choose_prefix, code_prefix, set_language_codes, split_prefix
 from ..loading import is_export, load_model, load_pretrained
+from ..text import RETURN
 
 if TYPE_CHECKING:
     from io import BufferedReader
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from tqdm.auto import tqdm
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 READ_BYTES = 1 << 16  # read at once by translate_stream: some five hundred sentences, enough to sort by length
 
 
@@ -135,7 +138,7 @@ def translate_stream(
     Args:
         options: as for `translate`.
     """
-    done, rest, checked = 0, b"", False
+    done, rest, checked, warned = 0, b"", False, False
     while True:
         read = source.read1(READ_BYTES)
         *lines, rest = (rest + read).split(b"\n")
@@ -144,9 +147,12 @@ def translate_stream(
         texts = []
         for number, line in enumerate(lines, start=done + 1):
             try:
-                texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r"))
+                texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number} of the input is not UTF-8 text: {error}") from error
+            if "\r" in texts[-1] and not warned:
+                logger.warning(f"line {number} of the input {RETURN}. It is translated as one line")
+                warned = True
         for text in translate(texts, model, tokenizer, check=not checked, **options):
             output.write(" ".join(text.splitlines()).encode("utf-8") + b"\n")
         output.flush()

@@ -139,8 +139,7 @@ def distill(call: DistillArguments) -> Distillation:
     output = Path(os.path.expanduser(call.output))
     asked = {"teacher": identify(call.teacher), "data": data, "keep": share}
     asked |= {name: value for name, value in values_of(call).items() if name not in (*asked, *NOT_ASKED)}
-    with on_disk(call.tokenizer, call.teacher) as (model,), parents(output), lock(output):
-        check_place(output, [model, data])
+    with on_disk(call.tokenizer, call.teacher) as (model,), parents(check_place(output, [model, data])), lock(output):
         record = claim_folder(output, asked, [model, data], call.overwrite)
         job = Job.of(model, output, asked, skip_bad=call.skip_bad_lines)
         now = job.corpus.describe_files()
@@ -153,7 +152,7 @@ def distill(call: DistillArguments) -> Distillation:
         try:
             return run_steps(job, run, record | {"data": now}, share, progress=call.progress)
         except (OSError, SafetensorError) as error:
-            if what := find_full_disk(error):
+            if what := find_full_disk(error.__cause__ or error):  # a folder that is written whole wraps it
                 raise OSError(
                     f"{what}: complete shards of {output} stay; free space, then give the same command"
                 ) from error

@@ -4,6 +4,7 @@ What holds for every command is tested of every command there is: a new one with
 """
 
 import dataclasses
+import errno
 import importlib.metadata
 import inspect
 import json
@@ -234,11 +235,20 @@ def test_a_place_that_cannot_be_is_said_before_anything_is_done(lightformers, wo
     assert sorted(workplace.rglob("*")) == before
 
 
-def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch):
+def test_a_file_in_the_home_folder(lightformers, workplace, monkeypatch):
+    monkeypatch.setenv("HOME", str(workplace))
+    assert lightformers("plan", "dense", "--rank", "8", "--method", "paper", "--json=~/plan.json")[0] == 0
+    assert json.loads((workplace / "plan.json").read_text())["matrices"]
+
+
+@pytest.mark.parametrize("of_system", [False, True])
+def test_a_full_disk_is_said_in_one_line(lightformers, monkeypatch, of_system):
     class SafetensorError(Exception):
         """As the library raises, which is no `OSError`."""
 
     def full(*arguments, **options):
+        if of_system:
+            raise OSError(errno.ENOSPC, "No space left on device", "light/config.json")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("lightformers_hf.workflows.convert.plan", full)

@@ -259,9 +259,11 @@ def test_a_tokenizer_with_fewer_tokens_than_ids(tmp_path):
     assert vocabulary[33:37] == ["w33", "w34", "<id_35>", "<id_36>"]
 
 
-def test_command_line(exported, tiny_marian, tmp_path, lightformers):
-    code, out, _ = lightformers("export", tiny_marian, tmp_path / "out", "--to", "onnx", "--quantization", "int8")
+def test_command_line(exported, tiny_marian, tmp_path, lightformers, caplog):
+    command = ("export", tiny_marian, tmp_path / "out", *"--to onnx --quantization int8 --source-lang de".split())
+    code, out, _ = lightformers(*command)
     assert code == 0
+    assert "source_lang and target_lang change nothing in the exported model" in caplog.text
     assert "load_engine" in out
     assert "(onnx, int8)" in out
     code, _, err = lightformers("export", tiny_marian, tmp_path / "out", "--to", "onnx")

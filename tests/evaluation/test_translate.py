@@ -364,6 +364,14 @@ def test_newlines_in_outputs_become_spaces(loaded, monkeypatch):
     assert sink.getvalue() == b"a b c\na b c\n"
 
 
+@pytest.mark.parametrize(("text", "number"), [(b"Hallo\r\r\nDu\r\n", 0), (b"Hallo\nDu\rIhr\rSie\n", 2)])
+def test_a_carriage_return_within_a_line_is_said_once(loaded, caplog, text, number):
+    sink = io.BytesIO()
+    assert translate_stream(io.BytesIO(text), sink, *loaded, **OPTIONS) == 2 == sink.getvalue().count(b"\n")
+    assert ("line 2 of the input holds a carriage return" in caplog.text) == bool(number)
+    assert "line 1" not in caplog.text
+
+
 def test_bytes_that_are_not_text_name_their_line(loaded):
     with pytest.raises(ValueError, match="line 2 of the input is not UTF-8"):
         translate_stream(io.BytesIO(b"Hallo\n\xff\xfe\n"), io.BytesIO(), *loaded, **OPTIONS)

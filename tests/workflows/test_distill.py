@@ -219,12 +219,20 @@ def test_an_empty_folder_is_used_and_another_is_named(teacher, data, tmp_path):
         distill(teacher, data[0], tmp_path / "own", overwrite=True, **options())
 
 
+def wrapped(error):
+    """As `atomic_output` raises it."""
+    whole = OSError("the disk is full: out could not be written, and nothing was changed")
+    whole.__cause__ = error
+    return whole
+
+
 @pytest.mark.skipif(find_spec("ctranslate2") is None, reason="needs ctranslate2")
 @pytest.mark.parametrize(
     ("where", "error"),
     [
         ("write_rows", OSError(errno.ENOSPC, "No space left on device")),
         ("export", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("export", wrapped(OSError(errno.ENOSPC, "No space left on device"))),
     ],
 )
 def test_a_full_disk_ends_it_with_one_message_and_the_same_call_goes_on(
