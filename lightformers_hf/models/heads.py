@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, can_return_tuple
 
 from .configuration_lightformer import FactorizedConfig, causal_config
 from .low_rank import (
@@ -95,7 +95,7 @@ class EncoderDecoder:
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         else:
-            is_output = isinstance(encoder_outputs, BaseModelOutput)
+            is_output = isinstance(encoder_outputs, ModelOutput)  # T5's encoder has another class of them
             encoded = encoder_outputs if is_output else BaseModelOutput(*encoder_outputs)
         decoded = self.decoder(
             decoder_input_ids, decoder_attention_mask,

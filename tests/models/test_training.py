@@ -6,6 +6,7 @@ from models.cases import GENERATING, PLAIN, SPECIAL, TRAINED, VARIANTS, every, m
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
 
 def batch_for(model) -> dict[str, torch.Tensor]:
@@ -222,6 +223,18 @@ def test_embeddings_in_place_of_ids(head, variant):
         )
     with pytest.raises(ValueError, match=r"exactly one|decoder_input_ids is missing"):
         model(**batch)
+
+
+@pytest.mark.parametrize(
+    "kind", [BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, lambda states: (states,)]
+)
+@torch.no_grad()
+def test_the_output_of_any_encoder_replaces_its_pass(kind):
+    model = make_model("ConditionalGeneration", "lightformer")
+    batch = batch_for(model)
+    expected = model(**batch).logits
+    states = model.get_encoder()(batch.pop("input_ids"), batch["attention_mask"]).last_hidden_state
+    torch.testing.assert_close(model(**batch, encoder_outputs=kind(states)).logits, expected)
 
 
 @pytest.mark.parametrize("field", ["pad_token_id", "decoder_start_token_id"])
