@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,17 @@ from ..evaluation.comparison import EngineComparison, compare_engines
 from ..evaluation.evaluate import evaluate, find_columns
 from ..evaluation.quality import check_metrics, choose_metrics, labels
 from ..evaluation.transcribe import read_transcribed, reads_sound
-from ..files import RECORD_FILE, atomic_output, find_foreign, read_json, refuse_foreign, write_json, write_whole
+from ..files import (
+    RECORD_FILE,
+    atomic_output,
+    find_foreign,
+    lock,
+    parents,
+    read_json,
+    refuse_foreign,
+    write_json,
+    write_whole,
+)
 from ..hub import Push, check_push, push_folder
 from ..in_memory import identify, on_disk
 from ..languages import split_language, split_prefix
@@ -106,6 +116,7 @@ def compress(call: CompressArguments) -> Compression:
 
     Raises:
         ValueError, FileNotFoundError, FileExistsError: as in its steps, and if `output` contains foreign files.
+        BlockingIOError: another process is writing `output`.
         OSError: the push failed. The folder stays.
 
     Example:
@@ -130,7 +141,7 @@ def compress(call: CompressArguments) -> Compression:
     asked = json.loads(json.dumps(asked, default=os.fspath))  # as it is read
     is_only_planned = {path.name for path in output.glob("*")} - {"data"} == {PLAN_FILE}  # by an earlier call
     overwrite = call.overwrite or is_only_planned
-    with on_disk(call.tokenizer, call.model) as (teacher,):
+    with on_disk(call.tokenizer, call.model) as (teacher,), ExitStack() as stack:
         is_speech = reads_sound(resolve_source(teacher))
         if is_speech:
             check_speech(call, teacher)
@@ -140,6 +151,8 @@ def compress(call: CompressArguments) -> Compression:
         read_source(call.model, call.to, call.tokenizer)
         inputs = [teacher, data, validation, test, shortlist]
         record = claim(output, asked, file=PLAN_FILE, overwrite=overwrite, inputs=inputs)
+        stack.enter_context(parents(output))
+        stack.enter_context(lock(output))
         if overwrite:
             check_parts(output)
         columns = split_language(call.source_lang)[0], split_language(call.target_lang)[0]

@@ -11,7 +11,7 @@ from lightformers_hf.arguments import CompressArguments
 from lightformers_hf.conversion.report import OWN_TEXT
 from lightformers_hf.engines import load_engine
 from lightformers_hf.evaluation.evaluate import evaluate
-from lightformers_hf.files import read_json
+from lightformers_hf.files import lock, read_json
 from lightformers_hf.workflows.compress import Work, choose_method, compress
 
 pytestmark = pytest.mark.usefixtures("warm_python", "few_random_texts")
@@ -142,6 +142,19 @@ def test_what_is_refused_leaves_nothing(tiny_marian, data, tmp_path, changes, me
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         compress(tiny_marian, tmp_path / "small", **asked)
     assert not (tmp_path / "small").exists()
+
+
+def test_one_of_two_writers_is_refused(tiny_marian, data, tmp_path, monkeypatch):
+    """Also where it would replace what the other one writes."""
+    asked = {"data": data, "minutes": 0.01, "ratio": 2.0, "progress": False}
+    monkeypatch.setattr(Work, "do", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_marian, tmp_path / "small", **asked)
+    (tmp_path / "small" / "converted").mkdir()
+    for overwrite in (False, True):
+        with lock(tmp_path / "small"), pytest.raises(BlockingIOError, match="being written by another process"):
+            compress(tiny_marian, tmp_path / "small", overwrite=overwrite, **asked)
+    assert (tmp_path / "small" / "converted").is_dir()
 
 
 def test_what_no_engine_supports_is_refused_before_the_work(tiny_marian, data, tmp_path):
