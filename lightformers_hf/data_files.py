@@ -26,8 +26,8 @@ def is_lines(data: str) -> bool:
 
 
 def suffix_of(file: str | os.PathLike) -> str:
-    """The ending that tells the type of a file: `.jsonl` of `train.jsonl.gz`."""
-    return Path(Path(file).name.removesuffix(".gz")).suffix
+    """The ending that tells the type of a file: `.jsonl` of `train.jsonl.gz` and of `TRAIN.JSONL`."""
+    return Path(Path(file).name.removesuffix(".gz")).suffix.lower()
 
 
 def is_file_name(data: str) -> bool:

@@ -92,6 +92,12 @@ def find_texts(
     """
     column, prefix = split_prefix(source or default[0])
     if rows.column_names == ["text"] and all(suffix_of(file) == ".txt" for file in find_files(data) or [""]):
+        lines = [text for text in rows[:CHECKED]["text"] if text.strip()]
+        if lines and all("\t" in text for text in lines):
+            raise ValueError(
+                f"{data} has a tab in every line: a .txt file is text of the source alone. Rename a table to .tsv, "
+                "with the names of the columns as its first line"
+            )
         return "text", None, prefix
     target = split_language(target)[0]
     source, names = column if source else None, (column, target or split_language(default[1])[0] or "")
@@ -555,6 +561,11 @@ def _name_columns(fields: Sequence[str], number: int) -> list[str]:
     header = [name or f"column {index}" for index, name in enumerate(fields, 1)]
     if len(set(header)) < len(header):
         raise ValueError(f"line {number} names a column twice: give every column its own name")
+    if len(header) == 1 and re.search(r"[,;|\t]", header[0]):
+        raise ValueError(
+            f"line {number} names one column, {_shorten(header[0])}: put a comma between the columns of .csv, and a "
+            "tab between those of .tsv"
+        )
     return header
 
 
@@ -624,11 +635,12 @@ def read_lines(path: Path, bad: Bad = None) -> Iterator[tuple[int, str]]:
 
 
 def decode_line(line: bytes, number: int) -> str:
-    """The text of a line, the first without its byte order mark. Raises `ValueError` where it is not UTF-8."""
+    """The text of a line, without the byte order mark of its file. Raises `ValueError` where it is not UTF-8."""
     try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+        return line.decode("utf-8-sig")  # files that were put together have a mark each
     except UnicodeDecodeError as error:
-        where = f"byte {line[error.start]:#x} at character {len(line[: error.start].decode()) + 1}"
+        before = error.object[: error.start].decode()
+        where = f"byte {error.object[error.start]:#x} at character {len(before) + 1}"
         raise ValueError(
             f"line {number} is not UTF-8 ({where}): save it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it was Latin-1), "
             "or mend the line"

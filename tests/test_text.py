@@ -53,7 +53,9 @@ def write(folder, name, rows=ROWS):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.jsonl.gz", "x.csv", "x.csv.gz", "x.tsv", "x.parquet"])
+@pytest.mark.parametrize(
+    "name", ["x.jsonl", "X.JSONL", "x.json", "x.jsonl.gz", "x.csv", "x.csv.gz", "x.tsv", "x.parquet"]
+)
 def test_every_file_type_gives_the_texts_as_they_stand(tmp_path, name):
     """Of another file of the same path and time, too."""
     for rows in (ROWS[::-1], ROWS):
@@ -113,6 +115,8 @@ def test_the_only_two_columns_of_text_are_source_and_target(tmp_path, caplog, na
         ("twice.csv", "de,de\na,b\n", "line 1 names a column twice"),
         ("quote.csv", 'de,en\na,b\n"Ein Hund,A dog\n', "line 3: a quote is not closed"),
         ("return.tsv", "de\ten\na\tb\nEin\rHund\tA dog\n", r"return.tsv .*: line 3: holds a carriage return \(\\r\)"),
+        ("semicolons.csv", "de;en\na;b\n", "semicolons.csv .*: line 1 names one column, 'de;en': put a comma between"),
+        ("commas.tsv", "\nde,en\na,b\n", "commas.tsv .*: line 2 names one column, 'de,en': put a comma between"),
         ("return.txt", "a\r\r\nEin\rHund\r\n", r"return.txt .*: line 2: holds a carriage return \(\\r\)"),
         (
             "half.jsonl",
@@ -245,6 +249,7 @@ def test_text_of_one_language_alone(tmp_path, name, content, columns, found):
     ("name", "content", "columns", "message"),
     [
         ("x.txt", "", (None, None), "empty"),
+        ("x.txt", "Ein Hund.\tA dog.\n\nb\tc\n", (None, None), "has a tab in every line: .*Rename a table to .tsv"),
         ("x.csv", "text\nEin Hund.\n", ("de", None), "no column 'de': it has 'text' alone"),
         ("x.csv", "en\nA dog.\nTwo cats.\n", (None, None), "no column 'de': it has '?en'? alone"),
         ("x.csv", "de,fr\na,b\n", (None, None), "no column 'en'"),
@@ -290,7 +295,7 @@ def test_tokens_keep_their_end_and_count_it(tmp_path, tiny_marian, parallel_sent
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "x.txt").write_text("Ein Hund.\nEine Katze.\n", encoding="utf-8-sig")
+    (tmp_path / "x.txt").write_text("\ufeffEin Hund.\n\ufeffEine Katze.\n", encoding="utf-8")
     assert load_lines(tmp_path / "x.txt")["text"][:] == ["Ein Hund.", "Eine Katze."]
 
 

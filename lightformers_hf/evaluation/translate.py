@@ -147,7 +147,7 @@ def translate_stream(
         texts = []
         for number, line in enumerate(lines, start=done + 1):
             try:
-                texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r"))
+                texts.append(line.decode("utf-8-sig").rstrip("\r"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number} of the input is not UTF-8 text: {error}") from error
             if "\r" in texts[-1] and not warned:
