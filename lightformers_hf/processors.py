@@ -178,6 +178,34 @@ class EvenProducts(TorchFunctionMode):
             return torch.matmul(left.float(), right.float())
 
 
+class PackedAttention(TorchFunctionMode):
+    """A context in which fused attention of a CPU computes no scores between texts that are packed in one row."""
+
+    def __torch_function__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention or len(lengths := packed_lengths(kwargs["attn_mask"])) < 2:
+            return function(*args, **kwargs)
+        kwargs |= {"attn_mask": None, "is_causal": True}
+        texts = zip(*(part.split(lengths, dim=-2) for part in args), strict=True)
+        return torch.cat([function(*text, **kwargs) for text in texts], dim=-2)
+
+
+def packed_lengths(mask: torch.Tensor | None) -> list[int]:
+    """Lengths of the texts in a row, between which a causal mask (1, 1, T, T) hides all; empty for any other mask."""
+    if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
+        return []
+    if mask.shape[:2] != (1, 1) or mask.shape[-1] != mask.shape[-2]:
+        return []
+    positions = torch.arange(mask.shape[-1])
+    first = mask[0, 0].byte().argmax(-1)  # that each position sees
+    starts, lengths = first.unique_consecutive(return_counts=True)
+    seen = (positions >= first[:, None]) & (positions <= positions[:, None])
+    is_packed = torch.equal(starts, lengths.cumsum(0) - lengths) and torch.equal(mask[0, 0], seen)
+    return lengths.tolist() if is_packed else []
+
+
 @contextmanager
 def cast_once(module: nn.Module) -> Iterator[None]:
     """Inside, the matrices of a frozen module are in bfloat16, except embedding matrices, also tied ones."""

@@ -10,7 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightformers_hf import processors
-from lightformers_hf.processors import FIRST_SHAPES, MANY_SHAPES, EvenProducts, cast_once, has_many_shapes, use_threads
+from lightformers_hf.processors import (
+    FIRST_SHAPES,
+    MANY_SHAPES,
+    EvenProducts,
+    PackedAttention,
+    cast_once,
+    has_many_shapes,
+    packed_lengths,
+    use_threads,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -119,6 +128,23 @@ def test_attention_of_one_shape_too_many_is_in_float32():
         assert torch.matmul(*large).dtype == torch.bfloat16
     with EvenProducts(shapes=0), torch.autocast("cpu", torch.bfloat16):  # none is to be in bfloat16
         assert torch.matmul(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 8, 5)).dtype == torch.float32
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 6), min_size=2, max_size=5))
+def test_packed_texts_attend_to_themselves_alone(lengths):
+    text = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    mask = (text[:, None] == text).tril()[None, None]
+    heads = torch.randn(3, 1, 2, len(text), 4, generator=torch.Generator().manual_seed(0))
+    assert packed_lengths(mask) == lengths
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=0.3)
+    with PackedAttention():
+        found = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(found, expected)
+    blind = mask.clone()
+    blind[..., -1, -1] = False  # a token that does not see itself
+    others = [mask.expand(2, 1, -1, -1), mask.float(), mask[..., :-1], blind, None]
+    assert [packed_lengths(other) for other in others] == [[]] * 5
 
 
 def test_nothing_changes_without_autocast(monkeypatch):

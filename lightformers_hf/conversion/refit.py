@@ -240,6 +240,8 @@ class Regression:
         def look(index: int) -> list[WeightedRows]:
             mask = student.mask(stream, index)
             found = student.inputs(depth, index, [group[0]] if residual is None else [group[0], residual])
+            if group[0].endswith(".out_proj"):
+                student.keep_heads(sublayer_of(group[0]), index, found[group[0]])
             rows = [found[group[0]][mask]]
             for name in group:
                 aim = change_outputs(self._target(teacher, name, index), self.coordinates.get(name))
@@ -366,6 +368,7 @@ class HiddenStates:
         self.batches, self.store = batches, store
         self.recorded: set[str] = set()  # modules within a layer
         self._kept: dict[int, tuple[list[Tensor | None], dict[str, Any]]] = {}
+        self._attended: dict[int, str] = {}  # of each batch the sublayer whose heads' outputs are stored
         self._room = ROOM
         self._each_batch(lambda index: self._put(index, self._arguments(index)[0][0]))
 
@@ -431,7 +434,14 @@ class HiddenStates:
             if distances is not None and part == "self_attn":
                 mask = layer.relative_positions(distances, mask)
             norm, attention = layer.get_submodule(f"{part}_layer_norm"), layer.get_submodule(part)
+            if self._attended.get(index) == part:
+                return layer.add(states, attention.out_proj(self.store[self.who, "heads", index]), norm)
             return layer.attend(states, norm, attention, attention_mask=mask, **options)
+
+    def keep_heads(self, part: str, index: int, outputs: Tensor) -> None:
+        """Store what the heads of a sublayer give for a batch, until its states are behind the sublayer."""
+        self.store[self.who, "heads", index] = outputs
+        self._attended[index] = part
 
     def result(self, index: int) -> Tensor:
         """Return the output of the stack for a batch that has passed the last layer."""
@@ -495,6 +505,7 @@ class HiddenStates:
                 if (residual := self.residual_of(name)) is not None:
                     hooks.append((self.module(residual, depth).register_forward_pre_hook, partial(see_input, name)))
             self._put(index, _run_with(hooks, partial(self.call, depth, index, part)))
+            self._attended.pop(index, None)
 
         with cast_weights(self.stack.layers[depth]):
             self._each_batch(pass_batch)

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..processors import EvenProducts, bf16_support, cast_once, give_back_memory, has_fast_bf16, use_threads
+from ..processors import (
+    EvenProducts,
+    PackedAttention,
+    bf16_support,
+    cast_once,
+    give_back_memory,
+    has_fast_bf16,
+    use_threads,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +74,12 @@ def describe_work(device: torch.device) -> dict[str, bool | str]:
     return {"bf16": fast, "reason": bf16_support()[1] if device.type == "cpu" else f"models run on {device.type}"}
 
 
-def fast_products(device: torch.device) -> AbstractContextManager:
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
     """Matrix multiplications in bfloat16 if the processor supports it; their results are summed in float32."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and has_fast_bf16())
+    fast = device.type == "cpu" and has_fast_bf16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast), PackedAttention():
+        yield
 
 
 @contextmanager
