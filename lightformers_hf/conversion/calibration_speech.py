@@ -42,8 +42,6 @@ SAMPLES = 16  # transcripts of a piece with errors of the teacher
 # of byte-pair encoding begin with common ones, of which so many are about equally likely. A share of them are numbers:
 # transcripts of literature write few in digits, and models that had seen none repeated them without end.
 REPLACED, COMMON, NUMBERS = 0.3, 200, 0.2
-# Every second transcript with errors has so many spans of at most `SPAN` tokens that stand up to `TIMES` times.
-SPANS, SPAN, TIMES = 2, 3, 4
 # Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
 SILENT = 8
 # Settings of the teacher's generation that its transcripts follow.
@@ -182,13 +180,6 @@ def replace_tokens(tokens: Tensor, likely: Tensor, generator: torch.Generator | 
     return torch.where(torch.rand(tokens.shape, generator=generator) < REPLACED, others, tokens)
 
 
-def repeat_span(tokens: list[int], draw: random.Random) -> list[int]:
-    """Tokens of which a random span is repeated: so an endless repetition begins."""
-    end = draw.randrange(len(tokens)) + 1
-    span = tokens[max(0, end - draw.randint(1, SPAN)) : end]
-    return [*tokens[:end], *span * draw.randint(1, TIMES - 1), *tokens[end:]]
-
-
 @torch.inference_mode()
 def draw_errors(
     model: PreTrainedModel, states: Tensor, prompt: list[int], text: list[int], likely: Tensor
@@ -196,7 +187,7 @@ def draw_errors(
     """Transcripts in which every token is drawn from what the model predicts after the tokens before it in `text`.
 
     They hold its likely errors. Samples of whole transcripts would take a pass for each token. There are others, too
-    (`replace_tokens`, `repeat_span`).
+    (`replace_tokens`).
     """
     end = model.config.eos_token_id
     inputs = torch.tensor([[*prompt, *text[:-1]]], device=states.device)
@@ -207,11 +198,7 @@ def draw_errors(
     if not len(logits):
         return []
     drawn = logits.softmax(-1).multinomial(SAMPLES, replacement=True).T.cpu()
-    rows, draw = replace_tokens(drawn, likely).tolist(), random.Random(int(torch.randint(2**30, ())))
-    for index in range(0, SAMPLES, 2):
-        for _ in range(SPANS):
-            rows[index] = repeat_span(rows[index], draw)
-    return [[*row, end] for row in rows]
+    return [[*row, end] for row in replace_tokens(drawn, likely).tolist()]
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """Whisper becomes a LightFormer for speech, whose calibration is sound."""
 
 import json
-import random
 import shutil
 import sys
 from types import SimpleNamespace
@@ -19,12 +18,8 @@ from lightformers_hf.conversion.calibration_speech import (
     NUMBERS,
     REPLACED,
     SAMPLES,
-    SPAN,
-    SPANS,
-    TIMES,
     draw_errors,
     draw_pieces,
-    repeat_span,
     replace_tokens,
     sound_batches,
     token_weights,
@@ -227,24 +222,10 @@ def test_transcripts_with_errors_hold_what_the_model_predicts_and_other_tokens()
         rows = draw_errors(model, torch.zeros(1, 2, 4), [end + 1], [*range(399), end], weights)
     assert replace_tokens(torch.tensor([]), weights).tolist() == []  # of silence
     assert [row[-1] for row in rows] == [end] * SAMPLES
-    assert [len(row) for row in rows[1::2]] == [400 + 1] * (SAMPLES // 2)
-    assert all(1 < len(row) - 401 <= SPANS * SPAN * (TIMES - 1) for row in rows[::2])
-    drawn = torch.tensor(rows[1::2])[:, :-1]
+    assert [len(row) for row in rows] == [400 + 1] * SAMPLES
+    drawn = torch.tensor(rows)[:, :-1]
     others = drawn[(drawn != likely) & (drawn != 642) & (drawn != 830)]
     assert 1 - (drawn == likely).double().mean() == pytest.approx(REPLACED, abs=0.03)
     assert others.max() < end
     assert len(others.unique()) > len(others) / 4  # where the transcript has one token
     assert (others < end / 10).double().mean() > 0.5  # the common ones come first
-
-
-def test_a_repeated_span_is_part_of_the_text():
-    tokens = [*range(20)]
-    for seed in range(50):
-        longer = repeat_span(tokens, random.Random(seed))
-        assert sorted(set(longer)) == tokens
-        repeated = [token for token in tokens if longer.count(token) > 1]
-        assert repeated == [*range(repeated[0], repeated[-1] + 1)]
-        assert len(repeated) <= SPAN
-        assert len({longer.count(token) for token in repeated}) == 1
-        first = longer.index(repeated[0])
-        assert longer[first : first + len(longer) - 20 + len(repeated)] == repeated * longer.count(repeated[0])
