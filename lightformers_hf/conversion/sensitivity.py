@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..processors import give_back_memory
 from .moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, Moments, TensorStore, damped_weights
 from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
 
@@ -34,6 +35,8 @@ SOUND_SHARE, FEW = 1e-3, 8
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
 TOKENS, LOGIT_ROWS = 512, 64
+# Positions after which freed memory goes to the system: batches of unequal sizes would leave more and more of it.
+FREED = 8192
 # Number of target tokens, about, and of batches, from which the spread of logits is estimated.
 SPREAD_TOKENS, SPREAD_BATCHES = 256, 4
 # Signs of `Probes` repeat after so many tokens: a prime, small enough for float32 to distinguish fractions of its
@@ -154,9 +157,13 @@ class Calibration:
         try:
             with cast_weights(self.model):
                 passes = map_in_threads(self._pass, self.batches, model.device, AT_ONCE)
-                for additions in Step("calibrating", passes, total=len(self.batches), unit="batch"):
+                unfreed, bar = 0, Step("calibrating", passes, total=len(self.batches), unit="batch")
+                for batch, additions in zip(self.batches, bar, strict=True):
                     while additions:
                         additions.popleft()()
+                    if (unfreed := unfreed + _width(batch) * len(batch["labels"])) > FREED:
+                        give_back_memory()
+                        unfreed = 0
         finally:
             for hook in hooks:
                 hook.remove()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -68,6 +68,8 @@ class SoundRun(Run):
     auto_model, unit = AutoModelForSpeechSeq2Seq, "sounds"
     cpu_attention = None
     near = NEAR_SOUND
+    # Labels say little after wrong tokens, and the encoder's states, 1,500 in a window, would count more than all else.
+    own_settings: ClassVar[dict[str, float]] = {"alpha": 1.0, "hidden_weight": 0.0}
     averages = True  # whisper-base at ratio 2: the mean was nearer to its teacher on other speech than either
 
     @classmethod

@@ -127,6 +127,7 @@ class Run:
     last_pool: Any = field(init=False, default=None)  # pairs, and what was made of them
     auto_model: ClassVar[Any] = AutoModelForSeq2SeqLM
     unit: ClassVar[str] = "sentences"  # of the validation
+    own_settings: ClassVar[dict[str, float]] = {}  # in place of those that are chosen
     averages: ClassVar[bool] = False  # weights before and after a training that repeats the calibration
     cpu_attention: ClassVar[str | None] = "eager"  # with sentences, it trains faster than the fused kernel
 
@@ -315,6 +316,7 @@ class Run:
         distance = self.ratio if self.data is None else find_distance(self.ratio, kept, self.near)
         fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
         settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
+        settings = replace(settings, **self.own_settings)
         count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_text(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
