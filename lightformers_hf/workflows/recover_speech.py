@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from ..evaluation.transcribe import load_processor, normalizer_of
 from ..files import read_json, write_json
 from ..options import OptionError
 from ..recovery import load_trainable
-from ..recovery.runs import NEAR_SOUND
+from ..recovery.runs import NEAR_SOUND, RecoverySettings
 from ..recovery.trainer import IGNORED
 from ..speech import (
     RATE,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 MOST_SECONDS = 7200  # of sound, which stays in memory
 PIECE = 400  # what a piece counts of the tokens of a batch
 SPEEDS = 0.88, 1.12  # of sound in training: a little sound is heard again and again
+POSITIONS = 16  # of the encoder for each token of a transcript, about
+QUIETER = 5, 30  # decibels by which what is added to it is
 FEWEST = 20  # pieces that are transcribed, however short the time is
 
 
@@ -68,8 +71,6 @@ class SoundRun(Run):
     auto_model, unit = AutoModelForSpeechSeq2Seq, "sounds"
     cpu_attention = None
     near = NEAR_SOUND
-    # Labels say little after wrong tokens, and the encoder's states, 1,500 in a window, would count more than all else.
-    own_settings: ClassVar[dict[str, float]] = {"alpha": 1.0, "hidden_weight": 0.0}
     averages = True  # whisper-base at ratio 2: the mean was nearer to its teacher on other speech than either
 
     @classmethod
@@ -163,6 +164,14 @@ class SoundRun(Run):
             for heard in hear(self.distiller, self.tokenizer, self.extractor, pieces, language)
         ]
 
+    def adapt(self, settings: RecoverySettings) -> RecoverySettings:
+        """Smaller steps; the teacher's predictions alone if it makes the transcripts, which say little after errors.
+
+        The states of the encoder, 1,500 of a window, would otherwise count more than all else.
+        """
+        alpha, hidden = 1.0 if self.one_language else settings.alpha, settings.hidden_weight / POSITIONS
+        return replace(settings, learning_rate=settings.learning_rate / 2, alpha=alpha, hidden_weight=hidden)
+
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the transcripts, and return that no pairs are beside them."""
         write_json({"sound": [[*key, *row] for key, row in self.known.items()]}, self.output / TRANSLATIONS_FILE)
@@ -244,6 +253,16 @@ def change_speed(wave: np.ndarray, speed: float, longest: int) -> np.ndarray:
     return resample(wave, min(round(len(wave) / speed), longest)).astype(np.float32)
 
 
+def add_background(wave: np.ndarray, others: Sequence[np.ndarray], draw: random.Random) -> np.ndarray:
+    """Sound with some of the `others` in the background, each with a chance of a half, at a random level."""
+    power = float(np.square(wave).mean())
+    for other in others:
+        if draw.random() < 0.5 and (own := float(np.square(other).mean())) > 0:
+            level = 10 ** (-draw.uniform(*QUIETER) / 20) * math.sqrt(power / own)
+            wave = wave + np.float32(level) * np.resize(other, len(wave))
+    return wave
+
+
 class SoundPool:
     """Pieces of sound and their transcripts, as a `TokenizedPool` has pairs of sentences."""
 
@@ -256,11 +275,14 @@ class SoundPool:
         return len(self.pairs["source"])
 
     def features(self, rows: list[int]) -> list[dict[str, Any]]:
-        """The windows of a batch, at random speeds, with and without times and errors at random."""
+        """The windows of a batch: at random are speeds, speech and noise in the background, times, and errors."""
         run, draw = self.run, random.Random(repr(rows))
         longest = RATE * run.extractor.chunk_length
         names, texts = ([self.pairs[side][row] for row in rows] for side in ("source", "target"))
         waves = [change_speed(run.pieces[name].wave, draw.uniform(*SPEEDS), longest) for name in names]
+        noise = np.random.default_rng(draw.getrandbits(32)).standard_normal(longest).astype(np.float32)
+        speech = run.pieces[self.pairs["source"][draw.randrange(len(self))]].wave
+        waves = [add_background(wave, (speech, noise), draw) for wave in waves]
         groups = join_lengths([len(wave) for wave in waves], longest, [run.spoken[name] for name in names])
         parts = [*zip(names, waves, texts, strict=True)]
         return [

@@ -127,7 +127,6 @@ class Run:
     last_pool: Any = field(init=False, default=None)  # pairs, and what was made of them
     auto_model: ClassVar[Any] = AutoModelForSeq2SeqLM
     unit: ClassVar[str] = "sentences"  # of the validation
-    own_settings: ClassVar[dict[str, float]] = {}  # in place of those that are chosen
     averages: ClassVar[bool] = False  # weights before and after a training that repeats the calibration
     cpu_attention: ClassVar[str | None] = "eager"  # with sentences, it trains faster than the fused kernel
 
@@ -315,8 +314,7 @@ class Run:
         kept = before["chrf"] / max(teacher["chrf"], 1)
         distance = self.ratio if self.data is None else find_distance(self.ratio, kept, self.near)
         fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
-        settings = choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits)
-        settings = replace(settings, **self.own_settings)
+        settings = self.adapt(choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits))
         count = self.ask_for_texts(60 * minutes, translations, distance)
         pairs = self.training_text(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
@@ -345,6 +343,10 @@ class Run:
         start = time.monotonic()
         found = trainer.evaluate()
         return {name: found[f"eval_{name}"] for name in self.measured}, time.monotonic() - start
+
+    def adapt(self, settings: RecoverySettings) -> RecoverySettings:
+        """The settings for data of this kind."""
+        return settings
 
     def ask_for_texts(self, seconds: float, wanted: bool | None, distance: float) -> int:
         """Write the teacher's translations of random sources, as the time allows, and return their number.

@@ -1,8 +1,10 @@
 """A tiny Whisper learns tones, becomes smaller, recovers from sound with and without transcripts, and is deployed."""
 
 import json
+import random
 import shutil
 
+import numpy as np
 import pytest
 import soundfile
 import torch
@@ -181,6 +183,18 @@ def test_an_evaluation_has_no_options_without_effect(root, tmp_path, caplog):
     assert "batch_size has no effect on an export" in caplog.text
     with pytest.raises(ValueError, match="new_tokens is for text"):
         compare_engines(str(root / "whisper"), [str(model)], data=data, new_tokens=3)
+
+
+def test_half_of_all_sounds_have_a_background_that_is_quieter():
+    draw, wave, other = random.Random(0), np.ones(1000, np.float32), np.full(300, -0.01, np.float32)
+    levels = [recover_speech.add_background(wave, [other], draw)[0] - 1 for _ in range(200)]
+    added = np.array([-level for level in levels if level])
+    assert 70 < len(added) < 130
+    assert -30 <= 20 * np.log10(added.min()) < -25
+    assert -10 < 20 * np.log10(added.max()) <= -4.9
+    silent = recover_speech.add_background(wave, [0 * other] * 9, draw)
+    assert silent.dtype == np.float32
+    assert (silent == wave).all()
 
 
 def test_a_push_has_the_feature_extractor(root):
