@@ -185,9 +185,10 @@ class PackedAttention(TorchFunctionMode):
         self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention or len(lengths := packed_lengths(kwargs["attn_mask"])) < 2:
+        mask = kwargs.get("attn_mask") if function is F.scaled_dot_product_attention else None
+        if len(lengths := packed_lengths(mask)) < 2:
             return function(*args, **kwargs)
-        kwargs |= {"attn_mask": None, "is_causal": True}
+        kwargs = {**kwargs, "attn_mask": None, "is_causal": True}
         texts = zip(*(part.split(lengths, dim=-2) for part in args), strict=True)
         return torch.cat([function(*text, **kwargs) for text in texts], dim=-2)
 
