@@ -49,7 +49,7 @@ MOST_SECONDS = 7200  # of sound, which stays in memory
 PIECE = 400  # what a piece counts of the tokens of a batch
 SPEEDS = 0.88, 1.12  # of sound in training: a little sound is heard again and again
 POSITIONS = 16  # of the encoder for each token of a transcript, about
-QUIETER = 5, 30  # decibels by which what is added to it is
+QUIETER = 5, 30  # decibels by which backgrounds are quieter than the sound
 FEWEST = 20  # pieces that are transcribed, however short the time is
 
 
