@@ -40,7 +40,16 @@ from .sensitivity import (
     token_mask,
 )
 from .sharing import find_matrices
-from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
+from .workers import (
+    AT_ONCE,
+    Step,
+    algebra_device,
+    cast_weights,
+    fast_passes,
+    fast_products,
+    map_in_threads,
+    packed_attention,
+)
 
 # Weight of the layer's matrix in the fit, relative to the mean variance of its inputs.
 RIDGE, SELF_GENERATED_RIDGE = 1e-2, 0.1
@@ -422,7 +431,7 @@ class HiddenStates:
         """Pass a batch from in front of a layer, or a sublayer of it, through it, and return its states."""
         states, layer = self.store[self.who, self.name, index], self.stack.layers[depth]
         (mask, *cross), options = self._common(index, states)
-        with fast_passes(self.device):
+        with fast_passes(self.device), packed_attention(self.batches[index]):
             if part is None:
                 return layer(states, mask, *cross, **options)
             if part == "network":

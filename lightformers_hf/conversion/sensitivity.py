@@ -22,7 +22,16 @@ from transformers import PreTrainedModel
 
 from ..processors import give_back_memory
 from .moments import GRADIENT_DAMPING, INPUT_DAMPING, Damped, Metric, Moments, TensorStore, damped_weights
-from .workers import AT_ONCE, Step, algebra_device, cast_weights, fast_passes, fast_products, map_in_threads
+from .workers import (
+    AT_ONCE,
+    Step,
+    algebra_device,
+    cast_weights,
+    fast_passes,
+    fast_products,
+    map_in_threads,
+    packed_attention,
+)
 
 # Share of the mean variance of inputs that is added to C; the second for random tokens, which have other inputs than
 # real text.
@@ -238,7 +247,7 @@ class Calibration:
         additions: deque[Callable[[], None]] = deque()
         self._current.batch = masks, vectors, additions
         with torch.enable_grad(), fast_products(device):
-            with fast_passes(device):
+            with fast_passes(device), packed_attention(batch):
                 states = self.model.model(**model_inputs(batch, device), use_cache=False).last_hidden_state
             predicted = predicted_mask(batch).to(device)
             states, keys = states[predicted], token_keys(batch).to(device)[predicted]
@@ -369,7 +378,7 @@ def memory_mask(batch: Batch) -> Tensor | None:
 
 def target_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the decoder states at the target tokens of a batch, tokens×d."""
-    with fast_products(model.device):
+    with fast_products(model.device), packed_attention(batch):
         states = model.model(**model_inputs(batch, model.device), use_cache=False).last_hidden_state
     return states[predicted_mask(batch).to(states.device)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -74,12 +74,14 @@ def describe_work(device: torch.device) -> dict[str, bool | str]:
     return {"bf16": fast, "reason": bf16_support()[1] if device.type == "cpu" else f"models run on {device.type}"}
 
 
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
+def fast_products(device: torch.device) -> AbstractContextManager:
     """Matrix multiplications in bfloat16 if the processor supports it; their results are summed in float32."""
-    fast = device.type == "cpu" and has_fast_bf16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=fast), PackedAttention():
-        yield
+    return torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu" and has_fast_bf16())
+
+
+def packed_attention(batch: Mapping[str, torch.Tensor]) -> AbstractContextManager:
+    """`PackedAttention` for a batch with texts in one row; it would slow down others."""
+    return PackedAttention() if "decoder_position_ids" in batch else nullcontext()
 
 
 @contextmanager
