@@ -189,7 +189,7 @@ def try_joint_fit(model: PreTrainedModel, measured: Measured, before: Agreement,
     batches = [*calibration.batches, *measured.further]
     given, further = (sum(len(batch["labels"]) for batch in some) for some in (calibration.batches, measured.further))
     is_much = further > given and not calibration.self_generated
-    values = fit_jointly(model, whole, batches, seed, 1 if is_much else 2)
+    values = fit_jointly(model, whole, batches, before.divergence or 0.0, seed, 1 if is_much else 2)
     agreement = replace(compare(model, whole, measured.compared, measured.outputs), held_out=measured.held_out)
     if not (agreement.divergence or 0.0) < (before.divergence or 0.0):  # as where it is NaN
         agreement = before

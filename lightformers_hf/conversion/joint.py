@@ -7,6 +7,7 @@ if the further text is more.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import cast
@@ -21,20 +22,27 @@ from .sensitivity import Batch, cut_batches, target_states
 from .workers import AT_ONCE, Step, cast_weights, fast_passes, map_in_threads
 
 TOKENS = 1024  # of a step, on both sides with padding
-# The root mean square of a step at most, relative to that of the tensor, and the share of steps in which it rises.
-RATE, RISE = 2e-3, 0.1
+# The root mean square of a step at most, relative to that of the tensor, for a divergence of 1 nat a token, and the
+# share of steps in which it rises.
+RATE, RISE = 6e-3, 0.1
 MAX_GRAD_NORM = 1.0
 LARGE_VOCABULARY = 16_384  # tokens; of one at least n times as large, only every (n+1)-th position is compared
 
 
 def fit_jointly(
-    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], seed: int, passes: int = 2
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Sequence[Batch],
+    divergence: float,
+    seed: int,
+    passes: int = 2,
 ) -> list[Tensor]:
     """Fit the layers of a model to its teacher's predictions, by new tensors in their parameters.
 
     Steps are those of Adafactor (Shazeer and Stern 2018), relative to the size of each tensor, so that one rate fits
-    all models. Their order is a function of the seed, in each of the `passes` over the batches. Embedding matrices
-    stay: their fit takes most of the time and memory, without a gain.
+    all models. Errors of weights grow with the root of the `divergence` that they cause, and so do the steps: a large
+    step would lead a student away from a teacher that is near. Their order is a function of the seed, in each of the
+    `passes` over the batches. Embedding matrices stay: their fit takes most of the time and memory, without a gain.
 
     Returns: the tensors as they were, in the order of `layer_parameters`.
     """
@@ -49,7 +57,8 @@ def fit_jointly(
     order: list[int] = []
     for turn in range(passes):
         order += random.Random(seed + turn).sample(steps, len(steps))
-    optimizer = torch.optim.Adafactor(parameters, lr=RATE, weight_decay=0.0)
+    rate = RATE * math.sqrt(divergence)
+    optimizer = torch.optim.Adafactor(parameters, lr=rate, weight_decay=0.0)
     rates = get_cosine_schedule_with_warmup(optimizer, int(RISE * len(order)), len(order))
 
     def look(half: Batch) -> Tensor:

@@ -57,12 +57,25 @@ def test_the_divergence_from_the_teacher_falls(tiny_marian, without, batch, many
     student.model.encoder.layers[0].final_layer_norm.weight = shared
     kept = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     first = divergence(student, teacher, batch)
-    before = fit_jointly(student, own, [batch], 0, passes=40)
+    before = fit_jointly(student, own, [batch], first, 0, passes=40)
     assert divergence(student, teacher, batch) < 0.9 * first
     assert all(torch.equal(tensor, kept[name]) for name, tensor in own.state_dict().items())
     for parameter, value in zip(module.layer_parameters(student), before, strict=True):
         parameter.data = value
     assert divergence(student, teacher, batch) == pytest.approx(first, abs=1e-6)
+
+
+def test_weights_move_in_proportion_to_the_errors_of_a_model(tiny_marian, batch):
+    teacher, moved = MarianMTModel.from_pretrained(tiny_marian).eval(), []
+    for noise in (0.01, 0.1):
+        student, generator = read(tiny_marian).model, torch.Generator().manual_seed(0)
+        for parameter in module.layer_parameters(student):
+            parameter.data += noise * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+        nats = divergence(student, teacher, batch)
+        before = fit_jointly(student, read(tiny_marian).model, [batch], nats, 0, passes=4)
+        pairs = zip(module.layer_parameters(student), before, strict=True)
+        moved.append(sum((parameter.data - value).square().sum().item() for parameter, value in pairs) ** 0.5)
+    assert moved[1] / moved[0] == pytest.approx(10, rel=0.3)
 
 
 def test_a_conversion_ends_with_it_and_its_bytes_do_not_depend_on_threads(tiny_marian, without, tmp_path):
@@ -108,9 +121,9 @@ def test_further_pairs_are_fitted_once_where_they_are_more(
     monkeypatch.setattr(calibration_text, "MOST_FITTED", most)
     found = []
 
-    def spy(student, teacher, batches, seed, passes):
+    def spy(student, teacher, batches, divergence, seed, passes):
         found.append((sum(len(batch["labels"]) for batch in batches), passes))
-        return fit_jointly(student, teacher, batches, seed, passes)
+        return fit_jointly(student, teacher, batches, divergence, seed, passes)
 
     monkeypatch.setattr(sys.modules["lightformers_hf.conversion.convert"], "fit_jointly", spy)
     text = {"calibration": str(tmp_path / "pairs.jsonl"), "source_lang": "de", "target_lang": "en"}
