@@ -32,7 +32,7 @@ from ..speech import (
     transcript_tokens,
 )
 from .options import CompressionOptions, StudyOptions
-from .sensitivity import GIVEN, Batch
+from .sensitivity import EVERY, GIVEN, Batch
 from .workers import Step, cast_weights, fast_products
 
 WINDOWS = 48  # pieces by default, each as long as the encoder reads
@@ -42,7 +42,7 @@ SAMPLES = 16  # transcripts of a piece with errors of the teacher
 # of byte-pair encoding begin with common ones, of which so many are about equally likely. A share of them are numbers:
 # transcripts of literature write few in digits, and models that had seen none repeated them without end.
 REPLACED, COMMON, NUMBERS = 0.3, 200, 0.2
-# Every so many positions of silence counts, too: cross-attention sees them, and they are more than those of speech.
+# Of the positions of silence, a share of 1 / SILENT counts: cross-attention sees them, and there are many.
 SILENT = 8
 # Settings of the teacher's generation that its transcripts follow.
 RULES = ("suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id")
@@ -85,7 +85,7 @@ def draw_pieces(teacher: Teacher, options: CompressionOptions, study: StudyOptio
 def sound_batches(
     model: PreTrainedModel, teacher: Teacher, pieces: Sequence[Piece], language: str | None, seed: int = 0
 ) -> list[Batch]:
-    """Batches of one piece: the spectrogram, its positions with speech as `attention_mask`, and several transcripts.
+    """Batches of one piece: the spectrogram, the positions to measure as `attention_mask`, and several transcripts.
 
     They are in one row, each with positions from 0 on: the transcript without and with times, because engines ask for
     times and users do not, and some with errors. A few thousand tokens alone would show too little of the decoder.
@@ -93,7 +93,8 @@ def sound_batches(
     """
     config = model.generation_config = teacher.generation_config
     extractor, tokenizer = teacher.need_extractor(), teacher.need_tokenizer()
-    counted = torch.arange(model.config.max_source_positions) % SILENT == 0
+    positions = torch.arange(model.config.max_source_positions)
+    sampled, counted = positions % EVERY == 0, positions % (SILENT * EVERY) == 0
     likely = token_weights(tokenizer, model.config.eos_token_id)
     batches: list[Batch] = []
     with cast_weights(model), torch.random.fork_rng(devices=[]):
@@ -107,7 +108,7 @@ def sound_batches(
             rows = [(prompt, heard.text), (timed, add_times([(len(piece.wave), heard.text)], config))]
             rows += [(prompt, sample) for sample in samples]
             batch = _pack(rows, model.config.max_position_embeddings)
-            batch["attention_mask"] = (torch.from_numpy(piece.spoken) | counted).long().unsqueeze(0)
+            batch["attention_mask"] = (torch.from_numpy(piece.spoken) & sampled | counted).long().unsqueeze(0)
             batches.append({"input_features": heard.features, **batch})
     return batches
 

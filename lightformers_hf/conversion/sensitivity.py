@@ -40,6 +40,8 @@ SHRINKAGE, SELF_GENERATED_SHRINKAGE = 1e-2, 0.3
 # For n features of N tokens of transcripts, the share is at least n / (FEW · N): a few thousand tokens show little of
 # 2,048 neurons.
 SOUND_SHARE, FEW = 1e-3, 8
+# Of the positions of an encoder of sound, every so many are measured, because neighbours are alike.
+EVERY = 2
 # Added to every token's weight, relative to their mean: so that tokens without a sample keep something.
 TOKEN_DAMPING = 1e-2
 # Tokens of a batch at most, on both sides with padding; of those, target tokens whose logits are held together.
@@ -279,12 +281,17 @@ class Calibration:
         """
         found = [(torch.cat(self._token_weights[name]), self.moments[name].count) for name in names]
         weights = sum(part / count if count else torch.ones_like(part) for part, count in found).sqrt()
-        is_sound = any("input_features" in batch for batch in self.batches)
-        return weights.sqrt() if is_sound and names[0].startswith("model.encoder.") else weights
+        return weights.sqrt() if self._is_sound and names[0].startswith("model.encoder.") else weights
+
+    @property
+    def _is_sound(self) -> bool:
+        return any("input_features" in batch for batch in self.batches)
 
     def gradients(self, names: list[str]) -> Tensor:
         """G, of one matrix that serves as each of the modules `names`."""
-        return _mean([self.moments[name].gradients for name in names]).mul_(len(names) / self.target_tokens)
+        stands_for = EVERY if self._is_sound and stream_of(names[0]) == "source" else 1
+        count = self.target_tokens / (stands_for * len(names))
+        return _mean([self.moments[name].gradients for name in names]).div_(count)
 
     def metric(self, names: list[str], kind: str, has_bias: bool) -> Metric:
         """The norm in which one matrix that serves as each of the modules `names` is to be approximated.

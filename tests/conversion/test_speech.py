@@ -13,7 +13,7 @@ from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor, WhisperFeatur
 
 from lightformers_hf import convert, plan
 from lightformers_hf.checkpoints.teacher import read
-from lightformers_hf.conversion import allocation
+from lightformers_hf.conversion import allocation, calibration_speech, sensitivity
 from lightformers_hf.conversion.calibration_speech import (
     NUMBERS,
     REPLACED,
@@ -111,6 +111,18 @@ def test_the_prompt_is_measured_but_not_predicted(root):
     calibration = Calibration(teacher.model, [name], batches)
     assert len(calibration.token_weights([name])) == positions
     assert calibration.target_tokens == positions - given
+
+
+def test_measured_positions_of_an_encoder_stand_for_all(root, monkeypatch):
+    teacher, traces = read(root / "whisper"), []
+    pieces = draw_pieces(teacher, CompressionOptions(ratio=2, calibration=str(root / "with")), StudyOptions())
+    names = ["model.encoder.layers.0.fc1", "model.decoder.layers.1.encoder_attn.v_proj", "model.decoder.layers.0.fc1"]
+    for every in (1, 2):
+        for module in (calibration_speech, sensitivity):
+            monkeypatch.setattr(module, "EVERY", every)
+        calibration = Calibration(teacher.model, names, sound_batches(teacher.model, teacher, pieces, "en"))
+        traces.append([calibration.gradients([name]).trace().item() for name in names])
+    assert traces[1] == pytest.approx(traces[0], rel=0.2)
 
 
 def test_a_model_for_speech_gets_no_joint_fit(root, tmp_path, monkeypatch):
