@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from ..checkpoints.teacher import reads_sound
 from ..loading import stored_tensors, tensor_bytes
@@ -22,6 +24,8 @@ from .workers import Step, map_in_threads
 HEADER_BYTES = 130
 # If a model has more parameters, a form alone is tried if its predicted cost is at most so many times the mixture's.
 LARGE, LIKELY = 20_000_000, 1.25
+# Dense token tables take so much of a narrow model at most: with more, the layers lose more than the tables would.
+MOST_IN_TABLES = 2 / 3
 AUTO = "auto"  # the candidate that mixes all forms
 # A few minutes of sound show little of an encoder. On other sound its errors cost more than predicted, beside those
 # of the decoder: 8 times as much in whisper-base at ratio 1.5, 10 times in tiny.en at ratio 2.
@@ -157,14 +161,25 @@ def choose(
     costs = weigh([*filter(lambda site: site.waits(policy), given), *offered], originals)
     fixed = {site: site.follow(policy, costs.get(site)) for site in given}
     available, _ = find_budget(originals, options, fixed, free)
+
+    def spend(known: Mapping[Form, Choices], units: Sequence[Unit]) -> dict[Form, Setting]:
+        slots = [[[{site: known[site] for site in slot} for slot in slots] for slots in unit] for unit in units]
+        return allocate(slots, available)
+
+    tables = [site for site in costs if site.kind(site.matrices[0]) == "embedding"]
+    if originals.narrowed != 1 and study.attention_method == study.ffn_method == "narrow":
+        # The engines for which parts are narrow expand low-rank tables: narrower ones stay dense, where that fits.
+        whole = {site: one.dense() if site in tables else one for site, one in costs.items()}
+        if sum(site.size(None) for site in tables) <= MOST_IN_TABLES * available:
+            with suppress(ValueError):
+                spend(whole, free)
+                costs = whole
     found: dict[str, tuple[dict[Form, Setting], float]] = {}
     most = LIKELY if originals.dense.num_parameters() > LARGE else torch.inf
     for method in (AUTO, *dict.fromkeys(form.method for form in all_forms())):
-        offers = [keep_form(unit, method) for unit in free]
         known = costs if method == AUTO else {site: choices.alone() for site, choices in costs.items()}
-        slots = [[[{site: known[site] for site in slot} for slot in slots] for slots in unit] for unit in offers]
         try:
-            allocated = allocate(slots, available)
+            allocated = spend(known, [keep_form(unit, method) for unit in free])
         except ValueError:
             if method == AUTO:
                 raise
@@ -258,6 +273,11 @@ def sort_by_size(sites: list[Form]) -> list[Form]:
     return sorted(sites, key=lambda site: site.size(None), reverse=True)
 
 
+def count_besides(model: PreTrainedModel) -> int:
+    """Return the number of parameters that are in no matrix."""
+    return model.num_parameters() - sum(model.get_submodule(name).weight.numel() for name, _ in find_matrices(model))
+
+
 def find_budget(
     originals: Originals, options: CompressionOptions, given: Mapping[Form, Setting], free: Sequence[Unit]
 ) -> tuple[float, float]:
@@ -267,8 +287,7 @@ def find_budget(
     """
     name, dense, tensors = options.budget, originals.dense, stored_tensors(originals.dense)
     asked, rule = getattr(options, name), originals.policy.default
-    besides = dense.num_parameters() - sum(dense.get_submodule(one).weight.numel() for one, _ in find_matrices(dense))
-    besides += sum(int(site.size(setting)) for site, setting in given.items())
+    besides = count_besides(dense) + sum(int(site.size(setting)) for site, setting in given.items())
     whole = sum(max(sum(float(slot[0].size(None)) for slot in slots) for slots in unit) for unit in free)
 
     def least(site: Form) -> float:
@@ -281,7 +300,7 @@ def find_budget(
     overhead = HEADER_BYTES * len(tensors) + buffers * itemsize
     if name == "ratio":
         assert isinstance(rule, Ratio), "a budget is one number"
-        asked, available = asked or rule.ratio, whole * originals.narrowed / rule.ratio
+        asked, available = asked or rule.ratio, whole * originals.narrowed / rule.ratio - originals.added
     elif name == "params":
         available = read_quantity(name, asked) - besides
     else:

@@ -6,9 +6,10 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,17 @@ from ..options import OptionError, check_speech
 from ..processors import check_device, free_memory, has_fast_bf16
 from ..speech import save_extractor
 from ..text import fingerprint
-from .allocation import AUTO, Choice, check_choices, choose, find_errors, find_units, work_on_sites
+from .allocation import (
+    AUTO,
+    Choice,
+    check_choices,
+    choose,
+    count_besides,
+    find_errors,
+    find_units,
+    spends_budget,
+    work_on_sites,
+)
 from .calibration_speech import draw_pieces, sound_batches
 from .calibration_text import (
     count_tokens,
@@ -46,7 +57,7 @@ from .report import DENSE, OWN_TEXT, Agreement, CompressionReport, MatrixReport,
 from .sensitivity import Batch, Calibration, predicted_mask
 from .sharing import Originals, can_align, find_matrices, merge_layers, share_layers, short_name
 from .vocabulary import choose_tokens
-from .width import find_width, fold_norms, narrow_fields, remove_features
+from .width import find_width, fold_norms, likely_widths, narrow_fields, remove_features
 from .workers import AT_ONCE, algebra_device, count_workers, describe_work, shows_progress
 
 # A forecast. Seconds of one core for 10⁹ of: multiplications of layers with tokens, of the output layer with target
@@ -64,6 +75,7 @@ logger = logging.getLogger(__name__)
 WORTH_FITTING = 1e-4  # nats a token: below, layers are not fitted jointly
 COMPARED_TOKENS = 8192  # of targets, about: a comparison on more takes long, with the same outcome
 CLOSE = 1.1  # divergences from the teacher that are equal but for chance
+WITH = " with d_model "  # between a method and a width
 DIGITS = 9  # of errors in a report: what an eigensolver's rounding does not change
 
 
@@ -106,6 +118,15 @@ class Candidate:
         return 0.0 if self.agreement is None else self.agreement.divergence or 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A candidate before it is made: what is chosen for the matrices of a teacher, which may have fewer features."""
+
+    chosen: list[Choice]
+    originals: Originals
+    measured: Measured
+
+
 def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptions | None, *, dry: bool) -> Compressed:
     """Choose the form of every site of a teacher, and make the smaller model, unless the run is `dry`."""
     asked_study, study = study, resolve_study(options, study)
@@ -116,17 +137,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     if (width := find_width(whole, options.d_model)) is not None:
         whole = fold_norms(whole)
     teacher = shorten(whole, {"encoder": options.encoder_layers, "decoder": options.decoder_layers})
-    shapes = {} if width is None else narrow_fields(teacher.model, width)
-    dense = share_layers(teacher, options, study, shapes)
-    originals = Originals(
-        teacher,
-        dense,
-        options.policy,
-        can_align(teacher, dense, options),
-        device=algebra_device(device),
-        narrowed=teacher.config.d_model / dense.config.d_model,
-        is_truncated_first=options.method == "paper",
-    )
+    originals = find_originals(teacher, options, study, width)
     units = find_units(originals, options, study)
     steps = find_steps(whole, originals, options, study)
     if options.calibration_samples is not None and not steps:
@@ -135,34 +146,47 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     if not dry:
         check_outputs(checkpoint)
     measured = Measured(teacher)
+    refits = "refit" in steps
     if "weight" in steps or ("bridge" in steps and not dry):
         later = steps & {"bridge"} if dry else steps
-        kind = {"steps": later, "compares": not dry, "width": width, "device": device}
-        measured = measure(whole, teacher, options, study, removed, **kind)
+        measured = measure(whole, teacher, options, study, removed, steps=later, compares=not dry, device=device)
+        if width is not None:
+            measured = narrow(measured, width, bridges="narrow" in later)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
     proposals = choose(units, originals, options, study)
-    refits = "refit" in steps
     if not measured.held_out:  # nothing shows how well they do on other text
         proposals = {AUTO: proposals[AUTO]}
-    costs = {name: one.cost for name, one in proposals.items() if one.cost is not None}
+    ways = {name: Way(proposal.chosen, originals, measured) for name, proposal in proposals.items()}
+    costs = {name: proposal.cost for name, proposal in proposals.items() if proposal.cost is not None}
     listed = {name: {"cost": round(cost / 2, DIGITS)} for name, cost in costs.items()}  # nats, as of `Metric`
-    best, method = None, AUTO
     agreements: dict[str, Agreement] = {}
-    if len(proposals) > 1 and not dry:
+
+    def narrower_ways() -> Iterator[tuple[str, Way]]:
+        """Yield ways with fewer and fewer features, of the method that was nearest."""
+        for features in likely_widths(teacher, cast(float, removed)):
+            method = nearest(agreements).partition(WITH)[0]
+            others, narrower = find_originals(teacher, options, study, features), narrow(measured, features)
+            others = merge_layers(replace(others, teacher=narrower.teacher), narrower.calibration)
+            found = choose(find_units(others, options, study), others, options, study)
+            yield f"{method}{WITH}{features}", Way(found.get(method, found[AUTO]).chosen, others, narrower)
+
+    best, name = None, AUTO
+    tries_widths = options.decides_width and spends_budget(options, study) and refits and measured.held_out
+    if not dry and (len(ways) > 1 or tries_widths):
         every = thin_out(cast(Calibration, measured.calibration))
-        for name, proposal in proposals.items():
-            found = make(proposal.chosen, originals, measured, refits=refits, every=every)
-            listed[name]["divergence"] = round(found.divergence, DIGITS)
+        for tried, way in chain([*ways.items()], narrower_ways() if tries_widths else ()):
+            ways[tried], found = way, make(way, refits=refits, every=every)
+            listed.setdefault(tried, {})["divergence"] = round(found.divergence, DIGITS)
             if shows_progress():
-                tqdm.write(f"{name} {found.agreement}", file=sys.stderr)
-            agreements[name] = cast(Agreement, found.agreement)
-            if name == nearest(agreements):
-                best, method = found if every == 1 else None, name
+                tqdm.write(f"{tried} {found.agreement}", file=sys.stderr)
+            agreements[tried] = cast(Agreement, found.agreement)
+            last = nearest(agreements)  # may be an earlier one again: what is close depends on all
+            if WITH in tried and last != tried:
+                break  # with even fewer features it would be farther
+            best, name = found if every == 1 and last == tried else None, last
             del found  # a whole model
-        last = nearest(agreements)  # may be an earlier one again: what is close depends on all
-        best = best if method == last else None  # otherwise made again, with all text
-        method = last
-    best = best or make(proposals[method].chosen, originals, measured, refits=refits, dry=dry)
+    measured, originals = ways[name].measured, ways[name].originals
+    best = best or make(ways[name], refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
     if "joint" in steps and best.divergence > WORTH_FITTING:
         agreement = try_joint_fit(model, measured, cast(Agreement, agreement), study.calibration_seed)
@@ -173,7 +197,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         asked_study,
         calibration=(options.calibration or OWN_TEXT) if steps - {"refit", "joint"} else None,
         trimmed=whole,
-        matrices=report_matrices(chosen, best.errors, model, dense),
+        matrices=report_matrices(chosen, best.errors, model, originals.dense),
         calibrated_on=measured.known,
         agreement=agreement,
         candidates=listed if len(listed) > 1 else {},
@@ -200,17 +224,21 @@ def try_joint_fit(model: PreTrainedModel, measured: Measured, before: Agreement,
 
 
 def nearest(agreements: Mapping[str, Agreement]) -> str:
-    """Return the name with the smallest divergence; of those within `CLOSE` times it, that with most equal outputs."""
+    """Return the name with the smallest divergence.
+
+    Of those within `CLOSE` times it, the last that has fewer features, which a joint fit brings nearer than others; if
+    there is none, that with most equal outputs.
+    """
     divergences = {name: agreement.divergence or 0.0 for name, agreement in agreements.items()}
     divergences = {name: math.inf if math.isnan(nats) else nats for name, nats in divergences.items()}
     close = [name for name, nats in divergences.items() if nats <= CLOSE * min(divergences.values())]
-    return max(close, key=lambda name: (agreements[name].exact or 0, -divergences[name]))
+    narrower = [name for name in close if WITH in name]
+    return narrower[-1] if narrower else max(close, key=lambda name: (agreements[name].exact or 0, -divergences[name]))
 
 
-def make(
-    chosen: list[Choice], originals: Originals, measured: Measured, *, refits: bool, dry: bool = False, every: int = 1
-) -> Candidate:
+def make(way: Way, *, refits: bool, dry: bool = False, every: int = 1) -> Candidate:
     """Make the smaller model of one candidate, refitted on every so many batches; of a `dry` run its skeleton."""
+    chosen, originals, measured = way.chosen, way.originals, way.measured
     # Without a refit, errors whose costs are not known are those of the values that are made.
     errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
     fields: dict[str, object] = {}
@@ -224,6 +252,33 @@ def make(
         made, agreement = fit(model, chosen, originals, measured, refits=refits, every=every)
         errors = made | errors
     return Candidate(chosen, model, errors, agreement)
+
+
+def find_originals(teacher: Teacher, options: CompressionOptions, study: StudyOptions, width: int | None) -> Originals:
+    """Return the matrices of a teacher, beside the dense model that has as many layers, groups and features."""
+    shapes = {} if width is None else narrow_fields(teacher.model, width)
+    dense = share_layers(teacher, options, study, shapes)
+    return Originals(
+        teacher,
+        dense,
+        options.policy,
+        can_align(teacher, dense, options),
+        device=algebra_device(check_device(options.device)),
+        narrowed=teacher.config.d_model / dense.config.d_model,
+        added=0 if width is None else max(0, count_besides(dense) - count_besides(teacher.model)),
+        is_truncated_first=options.method == "paper",
+    )
+
+
+def narrow(measured: Measured, width: int, *, bridges: bool = False) -> Measured:
+    """Return the measurements of the teacher with `width` features; `bridges`: refit its layers here, not later."""
+    whole, calibration = cast(PreTrainedModel, measured.whole), cast(Calibration, measured.calibration)
+    teacher, maps, moments = remove_features(measured.teacher, whole, calibration, width, measured.compared)
+    if bridges:
+        narrower = copy_model(teacher.model).to(whole.device)
+        bridge(narrower, whole, teacher.layers, calibration.batches, maps)
+        teacher = replace(teacher, model=on_device(narrower, torch.device("cpu")))
+    return replace(measured, teacher=teacher, calibration=moments, maps=maps)
 
 
 def find_steps(
@@ -274,13 +329,11 @@ def measure(
     *,
     steps: Collection[str],
     compares: bool,
-    width: int | None,
     device: torch.device,
 ) -> Measured:
-    """Print a forecast, get calibration text, refit the layers around removed ones, measure sensitivity, and narrow.
+    """Print a forecast, get calibration text, refit the layers around removed ones, and measure sensitivity.
 
-    Layers are refitted after the removal of others and of features, as far as `steps` have `bridge` and `narrow`. Of
-    hidden states, `width` features stay (`None`: all). Sensitivity is not measured if the share of parameters that is
+    Layers are refitted where `steps` have `bridge`. Sensitivity is not measured if the share of parameters that is
     `removed` is `None`. The teacher's outputs are made where the call `compares` models.
     """
     pairs: Any = (draw_pieces if reads_sound(whole.config) else draw_pairs)(whole, options, study)
@@ -311,13 +364,6 @@ def measure(
             shorter, linear, batches, removed=removed, self_generated=pairs is None, alike=study.weighting != "loss"
         )
     agreed = batches if held is None else held
-    maps: Mapping[str, Tensor] = {}
-    if width is not None:
-        teacher, maps = remove_features(teacher, model, cast(Calibration, calibration), width, agreed)
-        if "narrow" in steps:
-            narrower = copy_model(teacher.model).to(device)
-            bridge(narrower, model, teacher.layers, batches, maps)
-            teacher = replace(teacher, model=on_device(narrower, torch.device("cpu")))
     outputs: Sequence[Batch] = []
     if compares and whole.feature_extractor is None:
         translated = pairs is None or "target" not in pairs.column_names
@@ -328,7 +374,7 @@ def measure(
         known |= {*map(fingerprint, sources)}
     every = max(1, sum(int(predicted_mask(batch).sum()) for batch in agreed) // COMPARED_TOKENS)
     agreed = agreed[::every]
-    return Measured(teacher, model, calibration, agreed, outputs, maps, held is not None, further, sorted(known))
+    return Measured(teacher, model, calibration, agreed, outputs, {}, held is not None, further, sorted(known))
 
 
 def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: bool) -> str:

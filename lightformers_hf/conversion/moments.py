@@ -161,6 +161,14 @@ class Moments:
             strip.addmm_(rows[:, start:end].T, rows[:, :end])
         self._store[self._name, what] = flat
 
+    def copy(self, store: TensorStore) -> Moments:
+        """Return the same sums in another store."""
+        other = Moments(self._name, store)
+        other.count, other.vectors, other.sizes = self.count, dict(self.vectors), dict(self.sizes)
+        for what in self.sizes:
+            store[self._name, what] = self._flat(what)
+        return other
+
     def replace(self, what: str, matrix: Tensor) -> None:
         """Store another matrix as `inputs` or `gradients`."""
         self.sizes[what] = len(matrix)

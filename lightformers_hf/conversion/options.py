@@ -113,10 +113,11 @@ class CompressionOptions:
     d_model: Annotated[
         str | int | None,
         Help(
-            "Features of the model to keep: 384, 75%.",
+            "Features of the model to keep: 384, 75%. Default: several are compared.",
             "N",
             "All matrices, tables, norms and positions become narrower, and are refitted to the teacher's outputs. "
-            "A ratio counts from the teacher's width. A multiple of 32, to which a share is rounded down.",
+            "A ratio counts from the teacher's width. A multiple of 32, to which a share is rounded down. By default, "
+            "the methods auto and narrow compare widths for post-norm models (Marian, BART), where text is held out.",
             is_for_text=True,
         ),
     ] = None
@@ -138,7 +139,7 @@ class CompressionOptions:
     method: Annotated[
         Method,
         Help(
-            "low-rank: factors; narrow: fewer neurons, narrower heads; paper: plain SVD. Default: auto, the better.",
+            "low-rank: factors; narrow: fewer neurons, features, narrower heads; paper: plain SVD. Default: auto.",
             "METHOD",
             "`auto` takes the better of both for each part, or one for all. "
             "`paper` truncates every matrix alone (Eq. 11), with the ratio for each (Eq. 12). Matrices of a group are "
@@ -241,6 +242,11 @@ class CompressionOptions:
     def spends_budget(self) -> bool:
         """Whether all parts are decided together under one budget (unless a study's allocation is `uniform`)."""
         return self.method != "paper" and self._is_one_number()
+
+    @property
+    def decides_width(self) -> bool:
+        """Whether features of the hidden states may be removed that are not asked for, too."""
+        return self.spends_budget and self.d_model is None and self.method in ("auto", "narrow")
 
     @property
     def columns(self) -> tuple[str | None, str | None]:

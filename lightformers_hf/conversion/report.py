@@ -411,7 +411,8 @@ def remarks(report: CompressionReport) -> Iterator[str]:
         yield "A matrix stays dense if no smaller form was requested, or if its factors would hold as many parameters."
     if report.candidates:
         costs = ", ".join(
-            f"{method} {found['cost']:.3g}"
+            method
+            + (f" {found['cost']:.3g}" if "cost" in found else "")
             + (f" ({found['divergence']:.2g} nats measured)" if "divergence" in found else "")
             for method, found in report.candidates.items()
         )

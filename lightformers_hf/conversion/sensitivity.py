@@ -6,6 +6,7 @@ Here C = E[|g|² xᵀx] / E[|g|²] and G = Σ gᵀg / target tokens. Errors of d
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections import deque
@@ -186,6 +187,13 @@ class Calibration:
                 if not moments.finite(what):
                     what = "gradients" if what == "squares" else what
                     raise ValueError(f"calibration: the {what} at {name} hold NaN or infinite values")
+
+    def copy(self, model: PreTrainedModel) -> Calibration:
+        """Return the same moments, to be changed into those of another model."""
+        other = copy.copy(self)
+        other.model, other._store = model, TensorStore(self._store.device)
+        other.moments = {name: moments.copy(other._store) for name, moments in self.moments.items()}
+        return other
 
     @torch.no_grad()
     def _sample_states(self, batches: Sequence[Batch]) -> list[Tensor]:

@@ -274,6 +274,7 @@ class Originals:
     device: torch.device = torch.device("cpu")  # noqa: RUF009, immutable
     bases: dict[str, Bases] = field(default_factory=dict)  # bases of a teacher's module, in which it is merged
     narrowed: float = 1.0  # features of the hidden states before and after some are removed, as a quotient
+    added: int = 0  # parameters that no matrix has and the teacher has not: positions, if features are removed
     is_truncated_first: bool = False  # low-rank matrices of a group are truncated one by one, before they are merged
     _merged: dict[str, Weight] = field(default_factory=dict)
 

@@ -41,19 +41,10 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
     """
     if asked is None:
         return None
-    config, name = teacher.config, teacher.name
-    if not isinstance(teacher.model, ConditionalGenerationHead):
-        raise OptionError("d_model", f" is for sequence-to-sequence models of text, which {name} is not: remove it")
-    fields = ("encoder_groups", "decoder_groups", *config.matrix_fields, "joint_qkv")
-    held = [field for field in fields if getattr(config, field, None)]
-    if not isinstance(config, LightFormerConfig) or held or not config.attention_output_projection:
-        raise OptionError(
-            "d_model",
-            f" is {asked}, but layers of {name} are shared or factorized already"
-            f" ({', '.join(held) or config.model_type}): convert its own teacher with all options together",
-        )
-    d, unit = config.d_model, math.gcd(config.d_model, UNIT)
-    text = str(asked)
+    if obstacle := _find_obstacle(teacher):
+        raise OptionError("d_model", f" is {asked}, but {obstacle}")
+    d, name = teacher.config.d_model, teacher.name
+    unit, text = math.gcd(d, UNIT), str(asked)
     width = max(unit, int(d * float(text[:-1]) / 100) // unit * unit) if text.endswith("%") else int(text)
     if width > d:
         raise OptionError("d_model", f" is {asked}, but {name} has {d} features: give {d} at most")
@@ -64,6 +55,35 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
             "d_model", f" is {asked}, expected a multiple of {unit}, by which int4 rounds features: give {near}"
         )
     return None if width == d else width
+
+
+def _find_obstacle(teacher: Teacher) -> str:
+    """Return why a teacher cannot become narrower; empty where it can."""
+    config, name = teacher.config, teacher.name
+    if not isinstance(teacher.model, ConditionalGenerationHead):
+        return f"{name} is no sequence-to-sequence model of text: remove it"
+    fields = ("encoder_groups", "decoder_groups", *config.matrix_fields, "joint_qkv")
+    held = [field for field in fields if getattr(config, field, None)]
+    if isinstance(config, LightFormerConfig) and not held and config.attention_output_projection:
+        return ""
+    return (
+        f"layers of {name} are shared or factorized already ({', '.join(held) or config.model_type}): convert its own "
+        "teacher with all options together"
+    )
+
+
+def likely_widths(teacher: Teacher, removed: float) -> list[int]:
+    """Return widths that may suit a model better than its teacher's, if a share of the parameters is `removed`.
+
+    The widest is the teacher's times the cube root of the share that stays, about. Only post-norm models have any:
+    pre-norm models would have to be measured anew, without the gains of their norms (`fold_norms`).
+    """
+    d = teacher.config.d_model
+    unit = math.gcd(d, UNIT)
+    if _find_obstacle(teacher) or teacher.config.normalize_before:
+        return []
+    widest = round(d * (1 - removed) ** (1 / 3) / unit) * unit
+    return [width for width in range(widest, 0, -unit) if width < d]
 
 
 def narrow_fields(model: PreTrainedModel, width: int) -> dict[str, object]:
@@ -274,9 +294,10 @@ def estimate_from(
     return estimate, mean - mean @ basis @ estimate
 
 
-def narrow_calibration(calibration: Calibration, streams: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    """Turn the moments of a teacher, in place, into those of the narrower `model` that was made of it."""
+def narrow_calibration(calibration: Calibration, streams: Mapping[str, Tensor], model: PreTrainedModel) -> Calibration:
+    """Return the moments of the narrower `model` that was made of a teacher, from those of the teacher."""
     table, output = _scales(calibration.model.config, streams["encoder"].shape[1])
+    calibration = calibration.copy(model)
     for name, moments in calibration.moments.items():
         if name.endswith((*TABLES, *WRITERS)):
             basis = streams["encoder" if name.startswith("model.encoder.") else "decoder"]
@@ -286,13 +307,13 @@ def narrow_calibration(calibration: Calibration, streams: Mapping[str, Tensor], 
             basis = streams[_read_stack(name)] * (output if name == "lm_head" else 1.0)
             moments.replace("inputs", change_basis(moments.inputs, basis, basis))
             moments.vectors["mean"] = change_basis(moments.vectors["mean"], basis)
-    calibration.model = model
+    return calibration
 
 
 def remove_features(
     teacher: Teacher, whole: PreTrainedModel, calibration: Calibration, width: int, compared: Sequence[Batch]
-) -> tuple[Teacher, dict[str, Tensor]]:
-    """Return a teacher with `width` features, and its `output_maps`; `calibration` becomes that of the new one.
+) -> tuple[Teacher, dict[str, Tensor], Calibration]:
+    """Return a teacher with `width` features, its `output_maps` and its moments.
 
     Several candidates are refitted on a part of the text. The one with predictions nearest to those of the `whole`
     teacher on the `compared` batches is returned.
@@ -309,5 +330,5 @@ def remove_features(
         if divergence < best[0]:
             best = divergence, (streams, narrower, maps)
     streams, narrower, maps = best[1]
-    narrow_calibration(calibration, streams, on_device(narrower.model, whole.device))
-    return narrower, maps
+    narrower.model.requires_grad_(False)  # the choice of forms would keep the graph of all it computes
+    return narrower, maps, narrow_calibration(calibration, streams, on_device(narrower.model, whole.device))

@@ -100,7 +100,7 @@ def test_moments_are_those_of_the_narrower_model(name):
     calibration = calibrate(teacher.model)
     streams = find_streams(teacher.model, calibration, 64)[0]
     rotated = narrow(teacher, streams).model
-    narrow_calibration(calibration, streams, rotated)
+    calibration = narrow_calibration(calibration, streams, rotated)
     expected = calibrate(rotated)
     for one, moments in expected.moments.items():
         for what in moments.sizes:
@@ -130,16 +130,21 @@ def divergence(teacher, **options):
     return light.compression_report.agreement.divergence, light
 
 
+@torch.no_grad()
+def keep_few_directions(teacher):
+    """Leave most of the hidden states within 24 directions."""
+    low = torch.linalg.qr(torch.randn(64, 64))[0][:, :24]
+    for one, weight in teacher.named_parameters():
+        if one.endswith(("shared.weight", "lm_head.weight")):
+            weight.copy_(weight @ low @ low.T + 0.1 * weight)
+        elif one.endswith(("out_proj.weight", "fc2.weight")):
+            weight.copy_(low @ low.T @ weight + 0.1 * weight)
+    return teacher
+
+
 @pytest.mark.parametrize("name", ["marian", "t5"])
 def test_measured_directions_are_nearer_than_any(name, monkeypatch):
-    teacher = make_model(name, init_std=None)
-    with torch.no_grad():  # most of its states are within 24 directions
-        low = torch.linalg.qr(torch.randn(64, 64))[0][:, :24]
-        for one, weight in teacher.named_parameters():
-            if one.endswith(("shared.weight", "lm_head.weight")):
-                weight.copy_(weight @ low @ low.T + 0.1 * weight)
-            elif one.endswith(("out_proj.weight", "fc2.weight")):
-                weight.copy_(low @ low.T @ weight + 0.1 * weight)
+    teacher = keep_few_directions(make_model(name, init_std=None))
     found, light = divergence(teacher, d_model="50%")
     assert (light.config.d_model, light.config.head_dim) == (32, 16)
     assert {light.model.encoder.layers[0].fc1.in_features, light.lm_head.in_features} == {32}
@@ -156,6 +161,24 @@ def test_measured_directions_are_nearer_than_any(name, monkeypatch):
     assert found < 0.6 * divergence(teacher, d_model=32)[0]
 
 
+def test_width_is_chosen_with_the_method():
+    """A model of the same size with fewer features is kept where it is as near to its teacher as another one."""
+    few, whole = keep_few_directions(make_model(init_std=None)), make_model(init_std=None)
+    options = {"ratio": 4, "progress": False, "calibration_samples": 160}
+    for method in ("auto", "narrow"):
+        report = convert(few, method=method, **options).compression_report
+        own = convert(few, method=method, d_model="100%", **options).compression_report
+        assert (report.features, own.features) == ([32, 64], [64, 64])
+        assert report.agreement.divergence < own.agreement.divergence
+        assert report.parameters_after == pytest.approx(own.parameters_after, rel=0.02)
+        assert "with d_model 32 (" in str(report)
+        assert not any("d_model" in name for name in own.candidates)
+    tables = [matrix.form for matrix in report.matrices if matrix.kind == "embedding"]
+    assert tables == ["dense"]  # of the method narrow
+    for kept in ({}, {"method": "low-rank"}):
+        assert convert(few if kept else whole, **options, **kept).config.d_model == 64
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_features_stay_where_gains_differ(differ, monkeypatch):
     """Rotated hidden states would have other gains; features alone lose more where they all have the same."""
@@ -164,9 +187,12 @@ def test_features_stay_where_gains_differ(differ, monkeypatch):
         if differ and one.endswith("norm.weight"):
             weight.copy_(gains)
     chosen = []
-    monkeypatch.setattr(
-        module, "narrow_calibration", lambda *given: (chosen.append(given[1]), narrow_calibration(*given))
-    )
+
+    def see(calibration, streams, narrower):
+        chosen.append(streams)
+        return narrow_calibration(calibration, streams, narrower)
+
+    monkeypatch.setattr(module, "narrow_calibration", see)
     plan(teacher, d_model=32, progress=False)
     assert (chosen[0]["encoder"].unique().numel() == 2) == differ
 

@@ -45,6 +45,11 @@ class Choices:
         costs, sizes = self.costs[:count], self.sizes[:count]
         return Choices(self.settings[:count], costs, sizes, self.whole, self.details)
 
+    def dense(self) -> Choices:
+        """Return the choice to leave the site as it is, alone."""
+        index = self.settings.index(None)
+        return replace(self, settings=[None], costs=self.costs[[index]], sizes=self.sizes[[index]], mixed=0)
+
     def times(self, factor: float) -> Choices:
         """Return the choices with so many times the costs."""
         return replace(self, costs=self.costs * factor, whole=self.whole * factor)
