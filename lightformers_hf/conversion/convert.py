@@ -163,18 +163,22 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
 
     def narrower_ways() -> Iterator[tuple[str, Way]]:
         """Yield ways with fewer and fewer features, of the method that was nearest."""
-        for features in likely_widths(teacher, cast(float, removed)):
+        for features in widths:
             method = nearest(agreements).partition(WITH)[0]
             others, narrower = find_originals(teacher, options, study, features), narrow(measured, features)
             others = merge_layers(replace(others, teacher=narrower.teacher), narrower.calibration)
-            found = choose(find_units(others, options, study), others, options, study)
+            try:
+                found = choose(find_units(others, options, study), others, options, study)
+            except OptionError:  # it has so few parameters already
+                return
             yield f"{method}{WITH}{features}", Way(found.get(method, found[AUTO]).chosen, others, narrower)
 
     best, name = None, AUTO
-    tries_widths = options.decides_width and spends_budget(options, study) and refits and measured.held_out
-    if not dry and (len(ways) > 1 or tries_widths):
+    decides = options.decides_width and spends_budget(options, study) and refits and measured.held_out
+    widths = likely_widths(teacher, cast(float, removed)) if decides else []
+    if not dry and (len(ways) > 1 or widths):
         every = thin_out(cast(Calibration, measured.calibration))
-        for tried, way in chain([*ways.items()], narrower_ways() if tries_widths else ()):
+        for tried, way in chain([*ways.items()], narrower_ways()):
             ways[tried], found = way, make(way, refits=refits, every=every)
             listed.setdefault(tried, {})["divergence"] = round(found.divergence, DIGITS)
             if shows_progress():
@@ -183,7 +187,10 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
             last = nearest(agreements)  # may be an earlier one again: what is close depends on all
             if WITH in tried and last != tried:
                 break  # with even fewer features it would be farther
-            best, name = found if every == 1 and last == tried else None, last
+            if tried == last:
+                best, name = found if every == 1 else None, tried
+            elif name != last:
+                best, name = None, last
             del found  # a whole model
     measured, originals = ways[name].measured, ways[name].originals
     best = best or make(ways[name], refits=refits, dry=dry)

@@ -113,7 +113,7 @@ class CompressionOptions:
     d_model: Annotated[
         str | int | None,
         Help(
-            "Features of the model to keep: 384, 75%. Default: several are compared.",
+            "Features to keep: 384, 75%. Default: the best.",
             "N",
             "All matrices, tables, norms and positions become narrower, and are refitted to the teacher's outputs. "
             "A ratio counts from the teacher's width. A multiple of 32, to which a share is rounded down. By default, "

@@ -175,6 +175,8 @@ def test_width_is_chosen_with_the_method():
         assert not any("d_model" in name for name in own.candidates)
     tables = [matrix.form for matrix in report.matrices if matrix.kind == "embedding"]
     assert tables == ["dense"]  # of the method narrow
+    # With 32 features it would have fewer parameters than that before anything gets smaller.
+    assert convert(few, **{**options, "ratio": None, "params": int(0.7 * few.num_parameters())}).config.d_model == 64
     for kept in ({}, {"method": "low-rank"}):
         assert convert(few if kept else whole, **options, **kept).config.d_model == 64
 
