@@ -77,11 +77,14 @@ STUDIES = {  # and the tokenizer of each
     "lightformer_equal_parameters": "bpe",
 }
 FORMS = {  # {(method, form): what tables and pictures name it}
-    ("narrow", "ctranslate2-int8"): "narrow, CTranslate2 int8",
-    ("low-rank", "onnx-int8"): "low rank, ONNX int8",
-    ("low-rank", "onnx-int4"): "low rank, ONNX int4",
+    ("narrow", "ctranslate2-int8"): "`narrow`, CTranslate2 int8",
+    ("auto", "onnx-int8"): "`auto`, ONNX int8",
+    ("auto", "onnx-int4"): "`auto`, ONNX int4",
+    ("low-rank", "onnx-int4"): "`low-rank`, ONNX int4",
 }
 PAIRS = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
+TRAINING = ("--data", "inputs/multi30k/train.jsonl", "--validation", "inputs/multi30k/validation.jsonl", *LANGUAGES,
+            "--minutes", 20)  # fmt: skip
 GREEDY = ("--num-beams", "1", "--no-speed")
 
 
@@ -305,9 +308,8 @@ def recovered(lab: Lab) -> Rows:
     for ratio, seed in ((4, 0), (4, 1), (8, 0)):
         lab.convert("multi30k-de-en", f"converted/{ratio}-pairs", "--ratio", ratio, *PAIRS)
         name = f"recovered/{ratio}-{seed}"
-        data = ["--data", "inputs/multi30k/train.jsonl", "--validation", "inputs/multi30k/validation.jsonl"]
         report = lab.run(name, "recover", f"converted/{ratio}-pairs", name, "--teacher", "inputs/multi30k-de-en",
-                         *data, *LANGUAGES, "--minutes", 20, "--seed", seed, "--overwrite")  # fmt: skip
+                         *TRAINING, "--seed", seed, "--overwrite")  # fmt: skip
         times = {key: report[key] for key in ("seconds", "cpu_seconds")}
         yield {"ratio": ratio, "seed": seed, **times, **score_tests(lab, name)}
 
@@ -349,7 +351,7 @@ def engines(lab: Lab) -> Rows:
 
 
 def deployed(lab: Lab) -> Rows:
-    """Quality against the bytes of the deployed model: two methods, two engines, int8 and int4."""
+    """Quality against the bytes of the deployed model: three methods, two engines, int8 and int4."""
     calibration = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
 
     def deploy(model: str, engine: str, quantization: str) -> dict[str, object]:
@@ -357,17 +359,24 @@ def deployed(lab: Lab) -> Rows:
         text = calibration if quantization == "int4" else ()
         report = lab.run(name, "export", model, name, "--to", engine, "--quantization", quantization, *text,
                          "--overwrite")  # fmt: skip
-        data = ("--data", "inputs/multi30k/test_2016_flickr.jsonl", *LANGUAGES, *GREEDY)
-        scores = lab.run(f"{name}-test", "evaluate", name, *data)["model"]["scores"]
-        return {"form": f"{engine}-{quantization}", "megabytes": report["weight_bytes"] / 1e6, **scores}
+        row: dict[str, object] = {"form": f"{engine}-{quantization}", "megabytes": report["weight_bytes"] / 1e6}
+        for test in TESTS:
+            data = ("--data", f"inputs/multi30k/{test}.jsonl", *LANGUAGES, *GREEDY)
+            scores = lab.run(f"{name}-{test}", "evaluate", name, *data)["model"]["scores"]
+            row |= {f"{test}_{metric}": score for metric, score in scores.items()}
+        return row
 
-    for _, form in FORMS:
+    for form in dict.fromkeys(form for _, form in FORMS):
         yield {"model": "teacher", "ratio": 1, **deploy("inputs/multi30k-de-en", *form.split("-"))}
     for ratio in (2, 4, 8):
         for method, form in FORMS:
             name = f"deployed/{ratio}-{method}"
             lab.convert("multi30k-de-en", name, "--ratio", ratio, *PAIRS, "--method", method)
             yield {"model": method, "ratio": ratio, **deploy(name, *form.split("-"))}
+    start, name = "deployed/4.5-narrow", "deployed/recovered"
+    lab.convert("multi30k-de-en", start, "--ratio", 4.5, *PAIRS, "--method", "narrow")
+    lab.run(name, "recover", start, name, "--teacher", "inputs/multi30k-de-en", *TRAINING, "--overwrite")
+    yield {"model": "recovered", "ratio": 4.5, **deploy(name, "ctranslate2", "int8")}
 
 
 def deployments(result: dict) -> Rows:
@@ -553,7 +562,7 @@ EXPERIMENTS = {
     "alternatives": Experiment(alternatives, ("multi30k", "multi30k-de-en"), 50),
     "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),
     "engines": Experiment(engines, ("multi30k", "multi30k-de-en"), 20),
-    "deployed": Experiment(deployed, ("multi30k", "multi30k-de-en"), 30),
+    "deployed": Experiment(deployed, ("multi30k", "multi30k-de-en"), 65),
     "architectures": Experiment(architectures, (), 8),
     "conversion": Experiment(conversion, (), 15),
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
@@ -710,7 +719,9 @@ def draw_pictures() -> None:
         rows = read_record("deployed")["rows"]
         for (model, form), label in FORMS.items():
             line = [row for row in rows if row["form"] == form and row["model"] in ("teacher", model)]
-            axes.plot([row["megabytes"] for row in line], [row["bleu"] for row in line], "o-", label=label)
+            axes.plot(
+                [row["megabytes"] for row in line], [row[score] for row in line], "o-", label=label.replace("`", "")
+            )
         axes.set(xlabel="deployed model, MB", ylabel="BLEU, Flickr 2016", ylim=(0, None))
 
     save_pictures(ROOT / "docs" / "pictures" / "compression", paint)
