@@ -174,8 +174,10 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
             yield f"{method}{WITH}{features}", Way(found.get(method, found[AUTO]).chosen, others, narrower)
 
     best, name = None, AUTO
-    decides = options.decides_width and spends_budget(options, study) and refits and measured.held_out
-    widths = likely_widths(teacher, cast(float, removed)) if decides else []
+    is_open = options.d_model is None and "low-rank" not in (study.attention_method, study.ffn_method)
+    widths: list[int] = []
+    if is_open and refits and measured.held_out and spends_budget(options, study):
+        widths = likely_widths(teacher, cast(float, removed))
     if not dry and (len(ways) > 1 or widths):
         every = thin_out(cast(Calibration, measured.calibration))
         for tried, way in chain([*ways.items()], narrower_ways()):

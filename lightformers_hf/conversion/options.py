@@ -244,11 +244,6 @@ class CompressionOptions:
         return self.method != "paper" and self._is_one_number()
 
     @property
-    def decides_width(self) -> bool:
-        """Whether features of the hidden states may be removed that are not asked for, too."""
-        return self.spends_budget and self.d_model is None and self.method in ("auto", "narrow")
-
-    @property
     def columns(self) -> tuple[str | None, str | None]:
         """Columns of the calibration text, or languages in its column `translation`: source and target."""
         return split_language(self.source_lang)[0], split_language(self.target_lang)[0]
