@@ -135,8 +135,8 @@ class CompressionReport(Result):
             whole model: [kept, before] each.
         languages: the remaining language codes, if some were removed.
         candidates: the models that were compared, if several were: {method: its `cost` and `divergence`}. The cost is
-            predicted, and a plan has only this. The divergence is that of a model made with a part of the text. Both
-            are in nats a token.
+            predicted, and a plan has only this; that of fewer features (`auto with d_model 160`) is not known. The
+            divergence is that of a model made with a part of the text. Both are in nats a token.
         features: features of the hidden states (d_model) of the result and of the source; not in older reports.
         processor: the number of worker `threads`, whether models multiplied in `bf16`, and the `reason`.
         inherited: metadata from the source's card: licence, languages, task, its name on the Hub.
