@@ -139,9 +139,9 @@ class CompressionOptions:
     method: Annotated[
         Method,
         Help(
-            "low-rank: factors; narrow: fewer neurons, features, narrower heads; paper: plain SVD. Default: auto.",
+            "low-rank: factors; narrow: fewer neurons, narrower heads; paper: plain SVD. Default: auto, the better.",
             "METHOD",
-            "`auto` takes the better of both for each part, or one for all. "
+            "`auto` takes the better of both for each part, or one for all. Both auto and narrow may remove features. "
             "`paper` truncates every matrix alone (Eq. 11), with the ratio for each (Eq. 12). Matrices of a group are "
             "truncated layer by layer, then merged to one of their rank.",
             values=METHODS,
