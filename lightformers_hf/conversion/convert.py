@@ -194,8 +194,10 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
             elif name != last:
                 best, name = None, last
             del found  # a whole model
-    measured, originals = ways[name].measured, ways[name].originals
-    best = best or make(ways[name], refits=refits, dry=dry)
+    way = ways.pop(name)
+    ways.clear()  # each width has its own teacher
+    measured, originals = way.measured, way.originals
+    best = best or make(way, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
     if "joint" in steps and best.divergence > WORTH_FITTING:
         agreement = try_joint_fit(model, measured, cast(Agreement, agreement), study.calibration_seed)
