@@ -166,9 +166,9 @@ def choose(
         slots = [[[{site: known[site] for site in slot} for slot in slots] for slots in unit] for unit in units]
         return allocate(slots, available)
 
-    tables = [site for site in costs if site.kind(site.matrices[0]) == "embedding"]
     if originals.narrowed != 1 and study.attention_method == study.ffn_method == "narrow":
         # The engines for which parts are narrow expand low-rank tables: narrower ones stay dense, where that fits.
+        tables = [site for site in costs if site.kind(site.matrices[0]) == "embedding"]
         whole = {site: one.dense() if site in tables else one for site, one in costs.items()}
         if sum(site.size(None) for site in tables) <= MOST_IN_TABLES * available:
             with suppress(ValueError):

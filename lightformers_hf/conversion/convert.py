@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -173,29 +173,16 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
                 return
             yield f"{method}{WITH}{features}", Way(found.get(method, found[AUTO]).chosen, others, narrower)
 
-    best, name = None, AUTO
     is_open = options.d_model is None and "low-rank" not in (study.attention_method, study.ffn_method)
     widths: list[int] = []
     if is_open and refits and measured.held_out and spends_budget(options, study):
         widths = likely_widths(teacher, cast(float, removed))
+    way, best = ways[AUTO], None
     if not dry and (len(ways) > 1 or widths):
         every = thin_out(cast(Calibration, measured.calibration))
-        for tried, way in chain([*ways.items()], narrower_ways()):
-            ways[tried], found = way, make(way, refits=refits, every=every)
-            listed.setdefault(tried, {})["divergence"] = round(found.divergence, DIGITS)
-            if shows_progress():
-                tqdm.write(f"{tried} {found.agreement}", file=sys.stderr)
-            agreements[tried] = cast(Agreement, found.agreement)
-            last = nearest(agreements)  # may be an earlier one again: what is close depends on all
-            if WITH in tried and last != tried:
-                break  # with even fewer features it would be farther
-            if tried == last:
-                best, name = found if every == 1 else None, tried
-            elif name != last:
-                best, name = None, last
-            del found  # a whole model
-    way = ways.pop(name)
-    ways.clear()  # each width has its own teacher
+        tried = chain(ways.items(), narrower_ways())
+        way, best = find_nearest(tried, agreements, listed, refits=refits, every=every)
+    del ways  # each width has its own teacher
     measured, originals = way.measured, way.originals
     best = best or make(way, refits=refits, dry=dry)
     chosen, model, agreement = best.chosen, best.model, best.agreement
@@ -215,6 +202,36 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
         processor=describe_work(device),
     )
     return Compressed(teacher, model, report)
+
+
+def find_nearest(
+    tried: Iterable[tuple[str, Way]],
+    agreements: dict[str, Agreement],
+    listed: dict[str, dict[str, float]],
+    *,
+    refits: bool,
+    every: int,
+) -> tuple[Way, Candidate | None]:
+    """Make ways with every so many batches, and return the nearest, and its model if it was made with all text.
+
+    Those with fewer and fewer features come last, and end with the first that is farther than another. `agreements`
+    and `listed` get an entry for each.
+    """
+    found: dict[str, tuple[Way, Candidate | None]] = {}
+    for name, way in tried:
+        made = make(way, refits=refits, every=every)
+        listed.setdefault(name, {})["divergence"] = round(made.divergence, DIGITS)
+        if shows_progress():
+            tqdm.write(f"{name} {made.agreement}", file=sys.stderr)
+        agreements[name] = cast(Agreement, made.agreement)
+        is_nearest = name == nearest(agreements)
+        if WITH in name and not is_nearest:
+            break
+        if is_nearest:  # one model is kept; an earlier way may be the nearest again, and is then made again
+            found = {each: (other, None) for each, (other, _) in found.items()}
+        found[name] = way, made if every == 1 and is_nearest else None
+        del made  # a whole model
+    return found[nearest({name: agreements[name] for name in found})]
 
 
 def try_joint_fit(model: PreTrainedModel, measured: Measured, before: Agreement, seed: int) -> Agreement:
