@@ -307,14 +307,14 @@ class Pace(TrainerCallback, ExportableState):
         state.max_steps = step if done == 1 else max(step + 2, round(step / done))  # a bar shows it
         is_due = int(done * self.validations) > int(self.validated * self.validations)
         if done == 1 or (is_due and self.elapsed + self.reserve < self.until):
-            self.asked = time.monotonic()
+            self.asked, self.validated = time.monotonic(), done
             control.should_evaluate = control.should_save = True
             control.should_training_stop = done == 1
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Look how long the validation and the checkpoint took."""
         self.reserve = time.monotonic() - self.asked
-        self.validated = self.done(state.global_step)
+        self.validated = max(self.validated, self.done(state.global_step))
 
 
 @contextmanager

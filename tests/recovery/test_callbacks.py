@@ -84,6 +84,13 @@ def test_a_training_fits_into_its_time(paced, each, validation, expected, valida
         assert 0 < rates.rates[-1] < 2 * each / 40 + 0.1  # 0 at the next step
 
 
+def test_a_validation_that_took_less_than_thought_does_not_come_twice(paced):
+    trainer, *_ = paced(40, each=0.2, validation=0.1, most_steps=1000)
+    trainer.train()
+    steps = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(steps) == 4
+
+
 def test_a_training_that_goes_on_has_the_time_that_was_left(paced, tmp_path):
     trainer, *_ = paced(40, each=1.0)
     trainer.add_callback(Interrupt(20))
