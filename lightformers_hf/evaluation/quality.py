@@ -37,6 +37,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
 # Kinds of references.
 WORDS, SUMMARIES, SENTENCES, SPEECH = "words", "summaries", "sentences", "speech"
 ONE_WORD = 0.9  # share of references of one word from which the data are words
+SHORT = 50  # characters that an output may be longer than a reference in any case
 SHORTENED = 0.5  # share of the sources' length, in words and in characters, up to which references are summaries
 
 
@@ -156,6 +157,17 @@ def _word_error_rate(references: Texts, language: str | None) -> Counter:
     return Counter(count, _percentage, signature + "better")
 
 
+def _endless(references: Texts, language: str | None) -> Counter:
+    """Outputs that repeat themselves until the length limit; an error rate counts such a one as dozens of errors."""
+
+    def count(predictions: Texts, references: Texts) -> np.ndarray:
+        pairs = zip(predictions, references, strict=True)
+        return np.array([[len(text) > 2 * len(other) + SHORT, 1] for text, other in pairs])
+
+    signature = f"outputs longer than twice the reference by {SHORT} characters, in percent; lower is better"
+    return Counter(count, _percentage, signature)
+
+
 def _rouge(references: Texts, language: str | None, *, kind: str) -> Counter:
     """ROUGE (Lin 2004): F1 of one reference, mean over the texts, with Porter's stems.
 
@@ -218,6 +230,7 @@ METRICS = {
     "wer": Metric("WER", _word_error_rate, (SPEECH,), higher_is_better=False),
     "exact-match": Metric("exact match", _exact_match, (WORDS,)),
     "cer": Metric("CER", _character_error_rate, (WORDS, SPEECH), higher_is_better=False),
+    "endless": Metric("endless outputs", _endless, (SPEECH,), higher_is_better=False),
     "bleu": Metric("BLEU", _bleu, (SENTENCES,)),
     "multi-bleu": Metric("multi-bleu", _multi_bleu),
     "multi-bleu-compounds": Metric("multi-bleu, compounds split", partial(_multi_bleu, compounds=True)),

@@ -113,6 +113,7 @@ def test_error_rates_by_hand():
     """Substitution, insertion and deletion: 1 + 1 + 3 edits of 3 + 5 + 5 characters; one text of three is equal."""
     found = score(["cat", "hose", "y  x"], ["cut", "horse", "y x"], ["cer", "exact-match"])
     assert found == pytest.approx({"cer": 100 * 2 / 11, "exact-match": 100 / 3})
+    assert score(["no " * 19, "no " * 18, ""], ["yes"] * 3, ["endless"]) == pytest.approx({"endless": 100 / 3})
     assert edit_distance("kitten", "sitting") == 3
     assert edit_distance("", "abc") == edit_distance("abc", "") == 3
 
@@ -163,7 +164,7 @@ def test_defaults_follow_from_the_data(kind):
 def test_what_is_refused():
     with pytest.raises(ValueError, match="no metric 'blue'; did you mean bleu"):
         check_metrics("blue")
-    with pytest.raises(ValueError, match="there is wer, exact-match, cer, bleu"):
+    with pytest.raises(ValueError, match="there is wer, exact-match, cer, endless, bleu"):
         check_metrics(["accuracy of words"])
     for text in ("两只狗在雪地里玩耍。", "犬は雪の中で遊んでいます。"):
         with pytest.raises(ValueError, match=r"multi-bleu counts words between spaces.*would mean nothing"):
