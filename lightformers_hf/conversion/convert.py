@@ -50,6 +50,7 @@ from .calibration_text import (
 )
 from .card import model_card
 from .forms import Form, Shaped, all_forms
+from .forms.svd import Split
 from .joint import fit_jointly, layer_parameters
 from .options import CompressionOptions, StudyOptions, needs_calibration, resolve_study
 from .refit import bridge, can_refit, compare, find_refitted, refit, thin_out
@@ -478,6 +479,7 @@ def fit(
     Returns: the relative errors of the sites whose matrices are the nearest, and how often model and teacher agree.
     """
     later = frozenset(find_refitted(student) if refits else ())
+    split: Split = "balanced" if refits else "sigma-right"
     coordinates: dict[str, Tensor] = {}
     returns: dict[str, Tensor] = {}
 
@@ -489,7 +491,7 @@ def fit(
             module = student.get_submodule(name)
             if name not in later:
                 metric = partial(originals.metric, name, site.kind(name))
-                error = max(error, form.fit(module, weight, metric, name=short_name(name)))
+                error = max(error, form.fit(module, weight, metric, name=short_name(name), split=split))
             elif len(weight.left) != site.shape_of(name)[0]:
                 weight.put(module)
             else:

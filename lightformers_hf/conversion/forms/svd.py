@@ -33,15 +33,17 @@ class Factors(NamedTuple):
 
 
 def rescale_(factors: Factors, split: Split) -> Factors:
-    """Give columns of the left and rows of the right factor, in place, the lengths that `split` asks for.
+    """Give columns of the left and rows of the right factor, in place, the sizes that `split` asks for.
 
-    `balanced`: equally long, because training takes steps of one size everywhere. `sigma-right`: the left one of
-    length 1. Beside a zero, what is no zero gets the length 1, because half precision has no 1e6.
+    `balanced`: of equal mean squares, because Adam takes steps of one size for all entries: those of a tall left one
+    of length 1 would be lost in a few. `sigma-right`: the left one of length 1. Beside a zero, what is no zero gets
+    the length 1, because half precision has no 1e6.
     """
     left, right = _column_norms(factors.left), _column_norms(factors.right.T)
     scale = left.where(left > 0, 1 / right.where(right > 0, 1))
     if split == "balanced":
-        scale = (left / right).sqrt().where((left > 0) & (right > 0), scale)
+        heights = (factors.right.shape[1] / len(factors.left)) ** 0.5
+        scale = (heights * left / right).sqrt().where((left > 0) & (right > 0), scale)
     scale = scale.to(factors.left.dtype)
     factors.left.div_(scale)
     factors.right.mul_(scale[:, None])
@@ -80,7 +82,7 @@ class Spectrum:
         Args:
             rank: r, from 1 to `max_rank`.
             split: `sigma-right` gives U_r and Σ_r V_rᵀ (Eq. 11; the left columns are orthonormal), `balanced` gives
-                U_r √Σ_r and √Σ_r V_rᵀ. In a metric, columns have these lengths (`rescale_`) but are not orthogonal.
+                c U_r √Σ_r and √Σ_r V_rᵀ / c, c = (m/n)^¼ (`rescale_`). In a metric, columns are not orthogonal.
         """
         if not 1 <= rank <= self.max_rank:
             raise ValueError(f"{self.name}: rank {rank} is not possible, expected 1 to {self.max_rank}")
