@@ -182,10 +182,10 @@ def deploy_alike(
 
     If they cannot be equal, both keep their form; the page prints the form of each.
     """
-    (first, one), (second, other) = read_form(teacher), read_form(light)
+    (first, rounding), (second, other) = read_form(teacher), read_form(light)
     if (first == CHECKPOINTS) == (second == CHECKPOINTS):
         return teacher, light
-    checkpoint, engine, quantization = (teacher, second, other) if first == CHECKPOINTS else (light, first, one)
+    checkpoint, engine, quantization = (teacher, second, other) if first == CHECKPOINTS else (light, first, rounding)
     exported = folder / Path(checkpoint).name
     try:
         export(checkpoint, exported, to=engine, quantization=quantization, source_lang=source, target_lang=target)

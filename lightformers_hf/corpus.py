@@ -85,7 +85,7 @@ class Source(Protocol):
     def parse(self, stored: Any, position: int) -> dict[str, Any] | None:
         """The columns of a row; `None` for an empty line."""
 
-    def place(self, position: int) -> int:
+    def number(self, position: int) -> int:
         """Number of the line or row at a position, from 1."""
 
 
@@ -126,7 +126,7 @@ class LineFile:
         try:
             return self._parse(stored, 0 if position else 1)
         except ValueError:
-            return self._parse(stored, self.place(position))
+            return self._parse(stored, self.number(position))
 
     def _parse(self, stored: bytes | str, number: int) -> dict[str, Any] | None:
         line = stored if isinstance(stored, str) else decode_line(stored, number)
@@ -137,7 +137,7 @@ class LineFile:
         with open(self.name, "rb") as file:
             return sum(map(len, islice(file, number)))
 
-    def place(self, position: int) -> int:
+    def number(self, position: int) -> int:
         """The number of the line, for which all lines before are counted."""
         if self.is_packed:
             return position
@@ -162,7 +162,7 @@ class RowFile:
         """The row."""
         return stored
 
-    def place(self, position: int) -> int:
+    def number(self, position: int) -> int:
         """The number of the row."""
         return position + 1
 
@@ -340,12 +340,12 @@ class Corpus:
                 row = find_row_languages(row, names)
                 texts = [self._text(row, name) for name in names]
             except ValueError as error:
-                place = f"{source.unit} {source.place(position)}"
-                if self.bad is None and place in str(error):
+                where = f"{source.unit} {source.number(position)}"
+                if self.bad is None and where in str(error):
                     raise unreadable(source.name, suffix_of(source.name), error) from None
                 if self.bad is None:
-                    raise ValueError(f"{source.name}, {place} {error}.") from None
-                note_bad(f"{source.name}, {place}", error, self.bad)
+                    raise ValueError(f"{source.name}, {where} {error}.") from None
+                note_bad(f"{source.name}, {where}", error, self.bad)
                 continue
             yield put_prefix(self.prefix, texts[0]), texts[1] if self.target else ""
 

@@ -553,11 +553,11 @@ def load_teacher(
     return load_model(name, device=device, source=source, target=target)
 
 
-def save_all(model: PreTrainedModel, place: Path) -> None:
+def save_all(model: PreTrainedModel, folder: Path) -> None:
     """Save a loaded model with all of its tensors: transformers leaves out positions of Marian, even trained ones."""
     whole = copy.copy(model)  # a module's copy has the same tensors
     whole._keys_to_ignore_on_save = None
-    whole.save_pretrained(place)
+    whole.save_pretrained(folder)
 
 
 # --- Count parameters and bytes

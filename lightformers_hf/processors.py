@@ -211,18 +211,18 @@ def packed_lengths(mask: torch.Tensor | None) -> list[int]:
 def cast_once(module: nn.Module) -> Iterator[None]:
     """Inside, the matrices of a frozen module are in bfloat16, except embedding matrices, also tied ones."""
     owners = [owner for owner in module.modules() if not isinstance(owner, nn.Embedding)]
-    own = [(owner, name, one) for owner in owners for name, one in owner.named_parameters(recurse=False)]
-    own = [(owner, name, one) for owner, name, one in own if one.ndim == 2 and _is_plain(one)]
-    cast = {id(one): one for *_, one in own}
+    own = [(owner, name, weight) for owner in owners for name, weight in owner.named_parameters(recurse=False)]
+    own = [(owner, name, weight) for owner, name, weight in own if weight.ndim == 2 and _is_plain(weight)]
+    cast = {id(weight): weight for *_, weight in own}
     try:
-        for key, one in cast.items():
-            cast[key] = nn.Parameter(one.detach().bfloat16(), requires_grad=one.requires_grad)
-        for owner, name, one in own:
-            setattr(owner, name, cast[id(one)])
+        for key, weight in cast.items():
+            cast[key] = nn.Parameter(weight.detach().bfloat16(), requires_grad=weight.requires_grad)
+        for owner, name, weight in own:
+            setattr(owner, name, cast[id(weight)])
         yield
     finally:
-        for owner, name, one in own:
-            setattr(owner, name, one)
+        for owner, name, weight in own:
+            setattr(owner, name, weight)
 
 
 @contextmanager

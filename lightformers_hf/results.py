@@ -61,7 +61,7 @@ def make_console(file: TextIO | None = None, width: int | None = None) -> Consol
 
     class TableConsole(Console):
         def print(self, *objects: Any, **options: Any) -> None:
-            if not objects or not all(isinstance(one, Table) for one in objects):
+            if not objects or not all(isinstance(value, Table) for value in objects):
                 return super().print(*objects, **options)
             for table in objects:
                 title, caption, table.title, table.caption = table.title, table.caption, None, None

@@ -98,12 +98,12 @@ def find_sounds(data: str, *, column: str | None = None, split: str = "train") -
         return [Sound(path.name, path)]
     if path.is_dir():
         tables = [path / f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet")]
-        table = next((one for one in tables if one.is_file()), None)
+        table = next((file for file in tables if file.is_file()), None)
         if table is None:
-            found = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES)
+            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
             if not found:
                 raise ValueError(f"{data} holds no sound: expected files such as {', '.join(SUFFIXES[:5])}")
-            return [Sound(str(one.relative_to(path)), one) for one in found]
+            return [Sound(str(file.relative_to(path)), file) for file in found]
         data, path = str(table), table
     rows = load_rows(data, split=split)
     names = [name for name in FILES if name in rows.column_names]
@@ -181,7 +181,7 @@ def join_lengths(lengths: Sequence[int], longest: int, kinds: Sequence[Any] | No
     groups: list[list[int]] = []
     for index, length in enumerate(lengths):
         last = groups[-1] if len(groups) % ALONE else []
-        fits = last and sum(lengths[one] for one in last) + length <= longest
+        fits = last and sum(lengths[number] for number in last) + length <= longest
         if fits and (kinds is None or kinds[last[0]] == kinds[index]):
             last.append(index)
         else:

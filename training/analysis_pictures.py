@@ -56,13 +56,13 @@ def _head_diversity(panels: list[Axes], analyses: list[Analysis]) -> None:
     for axes, (site, title) in zip(panels, titles.items(), strict=True):
         if axes is not panels[0]:
             axes.sharey(panels[0])
-        _by_depth(axes, analyses, [one.head_diversity[site] for one in analyses], title=title)
+        _by_depth(axes, analyses, [analysis.head_diversity[site] for analysis in analyses], title=title)
     panels[0].set(ylabel="head diversity, Eq. 7 (higher: more)")
 
 
 def _token_uniformity(panels: list[Axes], analyses: list[Analysis]) -> None:
     for axes, stack in zip(panels, STACKS, strict=True):
-        _by_depth(axes, analyses, [one.token_uniformity[stack] for one in analyses], title=stack)
+        _by_depth(axes, analyses, [analysis.token_uniformity[stack] for analysis in analyses], title=stack)
     panels[0].set(ylabel="correlation of tokens (lower: better)")
 
 
@@ -71,7 +71,7 @@ def _ffn_activation(panels: list[Axes], analyses: list[Analysis]) -> None:
     for row, stack in enumerate(STACKS):
         for axes, (measure, title) in zip(panels[3 * row : 3 * row + 3], measures.items(), strict=True):
             scale = 1000 if measure == "efficiency" else 1
-            lines = [[getattr(layer, measure) * scale for layer in one.ffn[stack]] for one in analyses]
+            lines = [[getattr(layer, measure) * scale for layer in analysis.ffn[stack]] for analysis in analyses]
             _by_depth(axes, analyses, lines, xlabel="layer" if row else "", title="" if row else title)
             drawn = [value for line in axes.lines for value in line.get_ydata()]
             if measure == "efficiency" and max(drawn, default=0) > FAR_APART * min(drawn, default=0):
@@ -106,16 +106,21 @@ def _parts(measure: Macs | Footprint, unit: float) -> dict[str, float]:
 
 
 def _macs(panels: list[Axes], analyses: list[Analysis]) -> None:
-    labels, unit = [as_text(one.label) for one in analyses], "million MACs, 20 source, 20 target tokens"
+    labels, unit = [as_text(analysis.label) for analysis in analyses], "million MACs, 20 source, 20 target tokens"
     titles = {"macs": "nothing kept, as the papers count", "macs_cached": "with a cache"}
     for axes, (field, title) in zip(panels, titles.items(), strict=True):
-        _draw_bars(axes, labels, [_parts(getattr(one, field), 1) for one in analyses], xlabel=unit, title=title)
+        _draw_bars(
+            axes, labels, [_parts(getattr(analysis, field), 1) for analysis in analyses], xlabel=unit, title=title
+        )
     panels[1].set(yticklabels=[])
 
 
 def _memory(panels: list[Axes], analyses: list[Analysis]) -> None:
-    labels, peaks = [as_text(one.label) for one in analyses], [{"_": one.own_memory_bytes / 1e6} for one in analyses]
-    matrices = [_parts(one.footprint, 4) for one in analyses]
+    labels, peaks = (
+        [as_text(analysis.label) for analysis in analyses],
+        [{"_": analysis.own_memory_bytes / 1e6} for analysis in analyses],
+    )
+    matrices = [_parts(analysis.footprint, 4) for analysis in analyses]
     _draw_bars(panels[0], labels, matrices, xlabel="MB, float32", title="matrices")
     _draw_bars(panels[1], labels, peaks, color=4, xlabel="MB", title="peak while translating, libraries aside")
     panels[1].set(yticklabels=[])

@@ -409,7 +409,7 @@ class _Meter:
         def networks(stack: str) -> list[Activation]:
             activated, neurons = (means(measure, stack, self.tokens[stack]) for measure in ("activated", "neurons"))
             layers = [self.networks[key] for key in sorted(self.networks) if key[0] == stack]
-            sizes = [sum(one.numel() for part in parts for one in part.parameters()) for parts in layers]
+            sizes = [sum(weight.numel() for part in parts for weight in part.parameters()) for parts in layers]
             return [Activation(*layer) for layer in zip(activated, map(round, neurons), sizes, strict=True)]
 
         tokens = self.tokens | {"cross": self.tokens["decoder"]}
@@ -561,9 +561,9 @@ def analysis_table(analyses: list[Analysis]) -> Table:
         return fmean(values) if values else None
 
     for site, words in SITES.items():
-        row(f"head diversity, {words}", [mean(one.head_diversity[site]) for one in analyses])
+        row(f"head diversity, {words}", [mean(analysis.head_diversity[site]) for analysis in analyses])
     for stack in STACKS:
-        row(f"token uniformity, {stack}", [mean(one.token_uniformity[stack]) for one in analyses])
+        row(f"token uniformity, {stack}", [mean(analysis.token_uniformity[stack]) for analysis in analyses])
     for stack in STACKS:
         for label, measure, scale, form in (
             (f"activated neurons, {stack}", "activated", 1, "{:,.0f}"),
@@ -571,19 +571,22 @@ def analysis_table(analyses: list[Analysis]) -> Table:
             ("  share", "ratio", 1, "{:.1%}"),
             ("  a thousand parameters", "efficiency", 1000, "{:.3g}"),
         ):
-            layers = [[getattr(layer, measure) * scale for layer in one.ffn[stack]] for one in analyses]
+            layers = [[getattr(layer, measure) * scale for layer in analysis.ffn[stack]] for analysis in analyses]
             row(label, [mean(values) for values in layers], form)
     table.add_section()
-    row(f"million MACs, {TOKENS}/{TOKENS} tokens", [one.macs.total / 1e6 for one in analyses], "{:,.0f}")
-    row("  with a cache", [one.macs_cached.total / 1e6 for one in analyses], "{:,.0f}")
+    row(f"million MACs, {TOKENS}/{TOKENS} tokens", [analysis.macs.total / 1e6 for analysis in analyses], "{:,.0f}")
+    row("  with a cache", [analysis.macs_cached.total / 1e6 for analysis in analyses], "{:,.0f}")
     for part in ("embedding", "encoder", "decoder", "output"):
-        row(f"matrices, {part}, MB", [getattr(one.footprint, part) * 4 / 1e6 for one in analyses], "{:,.1f}")
-    row("peak memory beyond libraries, MB", [one.own_memory_bytes / 1e6 for one in analyses], "{:,.1f}")
+        row(f"matrices, {part}, MB", [getattr(analysis.footprint, part) * 4 / 1e6 for analysis in analyses], "{:,.1f}")
+    row("peak memory beyond libraries, MB", [analysis.own_memory_bytes / 1e6 for analysis in analyses], "{:,.1f}")
     for kind in ("embedding", "attention", "feed-forward"):
-        row(f"rank of 90 % energy, {kind}", [one.energy_rank(kind) for one in analyses], "{:.0f}")
-    if any(one.loss_curve for one in analyses):
-        steps = ["not converged" if one.convergence_step is None else f"{one.convergence_step:,}" for one in analyses]
-        shown = [step if one.loss_curve else "" for one, step in zip(analyses, steps, strict=True)]
+        row(f"rank of 90 % energy, {kind}", [analysis.energy_rank(kind) for analysis in analyses], "{:.0f}")
+    if any(analysis.loss_curve for analysis in analyses):
+        steps = [
+            "not converged" if analysis.convergence_step is None else f"{analysis.convergence_step:,}"
+            for analysis in analyses
+        ]
+        shown = [step if analysis.loss_curve else "" for analysis, step in zip(analyses, steps, strict=True)]
         table.add_row("steps to convergence", *shown)
     return table
 

@@ -106,10 +106,10 @@ def parse_models(models: list[str], seeds: list[int]) -> dict[str, Model]:
         if name in parsed:
             raise ValueError(f"--models names {name!r} twice: give every model a name of its own.")
         parsed[name] = Model(path, tuple(fields))
-        for place in map(parsed[name].path_for, seeds):
-            if not place.exists():
+        for folder in map(parsed[name].path_for, seeds):
+            if not folder.exists():
                 raise FileNotFoundError(
-                    f"No model {place}: give a recipe, a folder of a checkpoint, or a .json file of shapes."
+                    f"No model {folder}: give a recipe, a folder of a checkpoint, or a .json file of shapes."
                 )
     return parsed
 
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
     compared = differences(list(results), args) if args.task == "translation" else {}
     for row in rows:
         if row["name"] in compared and row["seed"] == args.seeds[0]:
-            row["bleu_to_first"] = [asdict(one) for one in compared[row["name"]]]
+            row["bleu_to_first"] = [asdict(difference) for difference in compared[row["name"]]]
     Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     draw_curves(list(results), args)
     show(tabulate(rows, args, compared))

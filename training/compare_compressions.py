@@ -266,7 +266,10 @@ def deploy(rows: list[dict], args: argparse.Namespace) -> EngineComparison:
 
 def draw_engines(found: EngineComparison, curves: dict[str, list[str]], engines: list[str], picture: Path) -> None:
     """BLEU against tokens a second and against megabytes, of {curve: its models}: a row of panels for each engine."""
-    sizes = {(place.model, place.form): (place.disk_bytes / 1e6, place.scores["bleu"]) for place in found.deployed}
+    sizes = {
+        (deployed.model, deployed.form): (deployed.disk_bytes / 1e6, deployed.scores["bleu"])
+        for deployed in found.deployed
+    }
     speeds = {(timing.model, timing.form): timing.speed.tokens_per_second for timing in found.timings}
 
     def paint(panels: list) -> None:

@@ -122,7 +122,7 @@ def count_parameters(table: str = "") -> list[ParameterCount]:
     return [ParameterCount(row, counts[f"{row.model} {row.config}"]) for row in rows]
 
 
-def model_parameters(place: str, vocab_size: int | None = None) -> int:
+def model_parameters(source: str, vocab_size: int | None = None) -> int:
     """Learned parameters of a checkpoint, or of the model that a recipe trains, without memory for weights.
 
     Args:
@@ -133,27 +133,27 @@ def model_parameters(place: str, vocab_size: int | None = None) -> int:
         ValueError: no model of a supported kind, or a vocabulary for a checkpoint, or a recipe without one.
         FileNotFoundError: no such recipe or checkpoint.
     """
-    if re.search(r"\.ya?ml,\w+=", place):
-        raise ValueError(f"{place}: no fields can follow a recipe. Write them below model: in a copy of the recipe")
+    if re.search(r"\.ya?ml,\w+=", source):
+        raise ValueError(f"{source}: no fields can follow a recipe. Write them below model: in a copy of the recipe")
     try:
-        if place.endswith((".yaml", ".yml")):
-            config = recipe_config(place, vocab_size)
-            auto = AUTO_CLASSES.get(recipe_task(place), AutoModelForSeq2SeqLM)
+        if source.endswith((".yaml", ".yml")):
+            config = recipe_config(source, vocab_size)
+            auto = AUTO_CLASSES.get(recipe_task(source), AutoModelForSeq2SeqLM)
         elif vocab_size is not None:
-            raise ValueError(f"vocab_size is given, but {place} is no recipe: remove vocab_size")
+            raise ValueError(f"vocab_size is given, but {source} is no recipe: remove vocab_size")
         else:
-            folder = find_folder(place)
-            check_no_export(folder or place)  # its config.json is for other programs
+            folder = find_folder(source)
+            check_no_export(folder or source)  # its config.json is for other programs
             stored = folder and any((folder / name).is_file() for name in WEIGHT_FILES)
-            config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, folder or place)
-            name = find_architecture(config, place)
+            config = check_checkpoint(folder) if stored else load_pretrained(AutoConfig, folder or source)
+            name = find_architecture(config, source)
             found = getattr(lightformers_hf, str(name), None) or getattr(transformers, str(name), None)
             auto = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForSeq2SeqLM
         with torch.device("meta"):
             is_model = issubclass(auto, PreTrainedModel)
             return unique_parameters(auto(config) if is_model else build_network(auto, config))
     except DAMAGED as error:
-        raise ValueError(f"{place} describes no model: {error}") from error
+        raise ValueError(f"{source} describes no model: {error}") from error
 
 
 def parameter_table(counts: list[ParameterCount]) -> Table:

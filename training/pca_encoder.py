@@ -41,8 +41,8 @@ def measure(model: torch.nn.Module, layers: dict[str, torch.nn.Linear], features
     def watch(name: str):
         def see(module, arguments, output):
             rows = output.flatten(0, -2).double()
-            for place, value in enumerate((rows.sum(0), rows.T @ rows, len(rows))):
-                sums[name][place] += value
+            for index, value in enumerate((rows.sum(0), rows.T @ rows, len(rows))):
+                sums[name][index] += value
 
         return see
 

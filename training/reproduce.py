@@ -382,10 +382,12 @@ def deployed(lab: Lab) -> Rows:
 def deployments(result: dict) -> Rows:
     """Yield a row for each timing of engines: model, engine, beams, speeds, megabytes and scores."""
     for timing in result["timings"]:
-        (place,) = [each for each in result["deployed"] if all(each[key] == timing[key] for key in ("model", "form"))]
+        (deployed,) = [
+            each for each in result["deployed"] if all(each[key] == timing[key] for key in ("model", "form"))
+        ]
         row = {key: timing[key] for key in ("model", "form", "beams", "to_teacher", "to_baseline")}
-        row |= {"tokens_per_second": timing["speed"]["tokens_per_second"], "megabytes": place["disk_bytes"] / 1e6}
-        yield row | place["scores"]
+        row |= {"tokens_per_second": timing["speed"]["tokens_per_second"], "megabytes": deployed["disk_bytes"] / 1e6}
+        yield row | deployed["scores"]
 
 
 def architectures(lab: Lab) -> Rows:
@@ -431,12 +433,12 @@ def transfer(lab: Lab) -> Rows:
     recipe = "training/recipes/multi30k/small_lightformer.yaml,encoder_layers=18,decoder_layers=3"
     dense = ",".join(f"{name}=null" for name in ("encoder_groups", "attention_rank", "ffn_rank", "embedding_rank"))
     yield from lab.study("lightformer_teachers", "bpe", "--models", f"18-3={recipe},{dense}")
-    place = f"studies-{lab.commit}/lightformer_teachers/18-3-rate-0.001"
-    models = {"teacher": place}
+    folder = f"studies-{lab.commit}/lightformer_teachers/18-3-rate-0.001"
+    models = {"teacher": folder}
     for method, text in {"paper": LANGUAGES, "low-rank": PAIRS}.items():
         models[method] = name = f"studies-{lab.commit}/lightformer_svd/18-3-{method}"
         options = ("--method", method, "--encoder-groups", 6, "--rank", 20, "--pattern", "embedding=34", *text)
-        agreement = lab.run(name, "convert", place, name, *options, "--overwrite")["agreement"]
+        agreement = lab.run(name, "convert", folder, name, *options, "--overwrite")["agreement"]
         yield {"study": "converted", "name": method, "divergence": agreement and agreement["divergence"]}
     work = os.path.relpath(lab.work, ROOT)
     named = [f"{name}={work}/{folder}" for name, folder in models.items()]

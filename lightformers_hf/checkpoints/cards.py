@@ -31,7 +31,7 @@ def inherited_metadata(folder: Path | None, hub_name: str | None) -> dict[str, s
     """
     metadata: dict[str, str | list[str]] = {"base_model": hub_name} if hub_name else {}
     files = (folder / CARD_FILE, folder / REPORT_FILE) if folder else ()
-    file = next((one for one in files if one.is_file()), None)
+    file = next((path for path in files if path.is_file()), None)
     if file is None:
         return metadata
     data: Any = {}

@@ -37,7 +37,7 @@ def check_outputs(teacher: Teacher) -> None:
         substitutes = {key: state[name] for key in info["missing_keys"] if (name := family.own_name(key)) in state}
         source.load_state_dict(substitutes, strict=False)
     inputs = draw_inputs(model, position_limit(source.config) or SOURCE)
-    expected, found = (one.eval()(**inputs, use_cache=False).logits for one in (source, model))
+    expected, found = (side.eval()(**inputs, use_cache=False).logits for side in (source, model))
     error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
     if not error <= (TOLERANCE + ROUNDINGS * torch.finfo(model.config.dtype).eps) * largest:
         raise ValueError(

@@ -277,8 +277,8 @@ def push(model: Path, name: str, results: tuple[Path, ...], dry_run: bool, **opt
         sizes = preview_push(model, name, results=results)
         lines = [f"{size:15,}  {file}" for file, size in sizes.items()]
         asked = {"private": call.private, f"branch {call.revision}": call.revision, repr(call.message): call.message}
-        place = ", ".join([name, *(text for text, value in asked.items() if value)])
-        return Answer({"name": name, "files": sizes}, [*lines, f"{sum(sizes.values()):15,}  bytes to {place}."])
+        target = ", ".join([name, *(text for text, value in asked.items() if value)])
+        return Answer({"name": name, "files": sizes}, [*lines, f"{sum(sizes.values()):15,}  bytes to {target}."])
     return Answer.of(push_to_hub(model, name, results=results, **options))
 
 

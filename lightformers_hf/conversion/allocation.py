@@ -83,7 +83,7 @@ def find_units(originals: Originals, options: CompressionOptions, study: StudyOp
     taken: set[str] = set()
     unmet: dict[str, str] = {}  # requested forms that no part of the model supports
     # Those of several matrices first: within them single ones are an alternative.
-    for matrices in sorted((one for form in forms[::-1] for one in sites[form].values()), key=len, reverse=True):
+    for matrices in sorted((group for form in forms[::-1] for group in sites[form].values()), key=len, reverse=True):
         if taken.intersection(matrices):
             continue
         taken.update(matrices)
@@ -169,7 +169,7 @@ def choose(
     if originals.narrowed != 1 and study.attention_method == study.ffn_method == "narrow":
         # The engines for which parts are narrow expand low-rank tables: narrower ones stay dense, where that fits.
         tables = [site for site in costs if site.kind(site.matrices[0]) == "embedding"]
-        whole = {site: one.dense() if site in tables else one for site, one in costs.items()}
+        whole = {site: cost.dense() if site in tables else cost for site, cost in costs.items()}
         if sum(site.size(None) for site in tables) <= MOST_IN_TABLES * available:
             with suppress(ValueError):
                 spend(whole, free)
@@ -208,12 +208,12 @@ def weigh(sites: Sequence[Form], originals: Originals) -> dict[Form, Choices]:
     found = dict(work_on_sites("weighting", lambda site: site.choices(originals), sites, originals.device))
     if not reads_sound(originals.dense.config):
         return found
-    return {site: one.times(UNHEARD) if ".encoder." in site.name else one for site, one in found.items()}
+    return {site: cost.times(UNHEARD) if ".encoder." in site.name else cost for site, cost in found.items()}
 
 
 def find_errors(chosen: Sequence[Choice], originals: Originals) -> dict[Form, float]:
     """{site: relative error of the best matrices at its setting}."""
-    by_site = {one.site: one for one in chosen}
+    by_site = {choice.site: choice for choice in chosen}
 
     def find(site: Form) -> float:
         return site.error(by_site[site].setting, originals, by_site[site].choices)
@@ -353,7 +353,7 @@ def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: f
         cost, size, parts = 0.0, 0.0, {}
         for slot in slots:
             best = [(*choices.best(price), part, choices) for part, choices in slot.items()]
-            _, index, part, choices = min(best, key=lambda one: one[0])
+            _, index, part, choices = min(best, key=lambda candidate: candidate[0])
             cost, size = cost + choices.costs[index].item(), size + choices.sizes[index].item()
             parts[part] = index
         return Pick(cost, size, parts)
@@ -393,6 +393,6 @@ def allocate(units: Sequence[Sequence[Sequence[Mapping[K, Choices]]]], budget: f
             ]
             if not upgrades:
                 break
-            _, unit, picks[unit] = max(upgrades, key=lambda one: one[0])
-    choices = {part: one for slots in chain(*units) for slot in slots for part, one in slot.items()}
+            _, unit, picks[unit] = max(upgrades, key=lambda candidate: candidate[0])
+    choices = {part: choice for slots in chain(*units) for slot in slots for part, choice in slot.items()}
     return {part: choices[part].settings[index] for pick in picks for part, index in pick.parts.items()}

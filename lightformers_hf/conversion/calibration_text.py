@@ -327,8 +327,8 @@ def translated_batches(model: PreTrainedModel, teacher: Teacher, texts: list[str
     sources = sorted(filter(str.strip, texts), key=len)
     shares = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
     encoded = [tokenizer(some, padding=True, return_tensors="pt", **limit) for some in shares]
-    most = [min(2 * one["input_ids"].shape[1] + 10, positions - 1) for one in encoded]
-    padded = ((one["input_ids"], one["attention_mask"]) for one in encoded)
+    most = [min(2 * text["input_ids"].shape[1] + 10, positions - 1) for text in encoded]
+    padded = ((text["input_ids"], text["attention_mask"]) for text in encoded)
     return _with_targets("translating", model, teacher, padded, most)
 
 

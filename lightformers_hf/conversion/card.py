@@ -115,7 +115,7 @@ def model_card(
     report: CompressionReport | None = None,
     *,
     name: str | None = None,
-    place: str | None = None,
+    folder: str | None = None,
     steps: int | None = None,
     results: Sequence[dict] = (),
 ) -> str:
@@ -125,7 +125,7 @@ def model_card(
         facts: facts about the model.
         report: report of its conversion; `None` for a model that was not compressed.
         name: the model's name on the Hub; `None` where it has none yet.
-        place: the folder that it loads from meanwhile.
+        folder: the folder that it loads from meanwhile.
         steps: how many steps it was trained.
         results: result of `read_results`.
     """
@@ -143,8 +143,8 @@ def model_card(
         model_name=name.rpartition("/")[2] if name and results else None,
         eval_results=evaluation_results(results, task or "") if name and results else None,
     )
-    place = "".join(c for c in name or place or "PATH" if c.isalnum() or c in "._-/ ")
-    fields: dict[str, Any] = {"model": facts, "report": report, "name": name, "place": place, "steps": steps}
+    address = "".join(c for c in name or folder or "PATH" if c.isalnum() or c in "._-/ ")
+    fields: dict[str, Any] = {"model": facts, "report": report, "name": name, "address": address, "steps": steps}
     fields |= {
         "results": results,
         "changes": _changes(report) if report else [],

@@ -269,7 +269,7 @@ def make(way: Way, *, refits: bool, dry: bool = False, every: int = 1) -> Candid
     """Make the smaller model of one candidate, refitted on every so many batches; of a `dry` run its skeleton."""
     chosen, originals, measured = way.chosen, way.originals, way.measured
     # Without a refit, errors whose costs are not known are those of the values that are made.
-    errors = find_errors([one for one in chosen if dry or refits or one.choices], originals)
+    errors = find_errors([choice for choice in chosen if dry or refits or choice.choices], originals)
     fields: dict[str, object] = {}
     dense = originals.dense
     for form in all_forms():
@@ -438,7 +438,7 @@ def forecast(teacher: PreTrainedModel, tokens: float, written: float, *, given: 
 
 def matrix_sizes(chosen: Sequence[Choice], form: type[Form]) -> dict[str, int]:
     """{matrix: its setting} of those that have a form in the result, by the names in patterns."""
-    parts = [part for one in chosen if one.size is not None for part in one.site.parts(one.size)]
+    parts = [part for choice in chosen if choice.size is not None for part in choice.site.parts(choice.size)]
     return {short_name(name): size for own, name, size in parts if own is form}
 
 
@@ -447,14 +447,14 @@ def report_matrices(
 ) -> list[MatrixReport]:
     """Reports in the order of the model's matrices, with the `errors` of sites."""
     reports = {}
-    for one in chosen:
-        error = round(errors[one.site], DIGITS)
-        for name in one.site.matrices:
-            (m, n), kept = one.site.shape_of(name), model.get_submodule(name).parameters()
-            size, setting = (None, DENSE) if one.size is None else one.site.describe(name, one.size)
+    for choice in chosen:
+        error = round(errors[choice.site], DIGITS)
+        for name in choice.site.matrices:
+            (m, n), kept = choice.site.shape_of(name), model.get_submodule(name).parameters()
+            size, setting = (None, DENSE) if choice.size is None else choice.site.describe(name, choice.size)
             reports[name] = MatrixReport(
-                name=short_name(name), kind=one.site.kind(name), m=m, n=n, size=size, setting=setting,
-                form=DENSE if one.size is None else one.site.label,
+                name=short_name(name), kind=choice.site.kind(name), m=m, n=n, size=size, setting=setting,
+                form=DENSE if choice.size is None else choice.site.label,
                 parameters_after=sum(weight.numel() for weight in kept if weight.ndim == 2),
                 energy=round(1 - error**2, DIGITS), relative_error=error,
             )  # fmt: skip
@@ -483,10 +483,10 @@ def fit(
     coordinates: dict[str, Tensor] = {}
     returns: dict[str, Tensor] = {}
 
-    def make(one: Choice) -> tuple[Shaped, float]:
-        site, error = one.site, 0.0
-        shaped = site.shape(one.setting, originals, one.choices)
-        form = Form if one.size is None else type(site)
+    def make(choice: Choice) -> tuple[Shaped, float]:
+        site, error = choice.site, 0.0
+        shaped = site.shape(choice.setting, originals, choice.choices)
+        form = Form if choice.size is None else type(site)
         for name, weight in shaped.weights.items():
             module = student.get_submodule(name)
             if name not in later:
@@ -500,7 +500,7 @@ def fit(
                     parameter.zero_()
         return replace(shaped, weights={}), max(error, shaped.error)
 
-    by_site = {one.site: one for one in chosen}
+    by_site = {choice.site: choice for choice in chosen}
     errors = {}
     made = work_on_sites("factorizing", lambda site: make(by_site[site]), list(by_site), originals.device)
     for site, (shaped, error) in made:
@@ -534,8 +534,8 @@ def finish(result: Compressed, name: str) -> PreTrainedModel:
     return model.requires_grad_(True)
 
 
-def write(result: Compressed, folder: Path, place: str) -> None:
-    """Write checkpoint, tokenizer, report and card into a folder whose final name is `place`."""
+def write(result: Compressed, folder: Path, output: str) -> None:
+    """Write checkpoint, tokenizer, report and card into a folder whose final name is `output`."""
     teacher, model, report = result.teacher, result.model, result.report
     tensors = cast_tensors(stored_tensors(model), teacher.config.dtype or torch.float32)
     load_tensors(model, tensors, assign=True)
@@ -549,7 +549,7 @@ def write(result: Compressed, folder: Path, place: str) -> None:
         save_extractor(teacher.feature_extractor, teacher.tokenizer, folder)
     write_report(report, folder)
     facts = ModelFacts(report.architecture, report.auto_class, report.parameters_after, report.bytes_after)
-    (folder / CARD_FILE).write_text(model_card(facts, report, place=place), encoding="utf-8")
+    (folder / CARD_FILE).write_text(model_card(facts, report, folder=output), encoding="utf-8")
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -418,7 +418,7 @@ class HiddenStates:
         if index not in self._kept:
             (_, *args), kwargs = self._arguments(index, states)
             own = [args[0], *args[2:]]  # the second are the encoder's states
-            size = sum(one.nbytes for one in (*own, *kwargs.values()) if isinstance(one, Tensor))
+            size = sum(value.nbytes for value in (*own, *kwargs.values()) if isinstance(value, Tensor))
             if size > self._room:
                 return args, kwargs
             self._room -= size

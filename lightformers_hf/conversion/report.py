@@ -204,7 +204,7 @@ class CompressionReport(Result):
             others["vocabulary"] = {
                 "source": [config.vocab_size for config in configs],
                 "target": [getattr(config, "decoder_vocab_size", config.vocab_size) for config in configs],
-                "parameters": [one.model.num_parameters() for one in (trimmed, teacher)],
+                "parameters": [source.model.num_parameters() for source in (trimmed, teacher)],
             }
             others["languages"] = list(trimmed.kept.languages)
         facts = ModelFacts.of(model)
@@ -215,7 +215,7 @@ class CompressionReport(Result):
             auto_class=facts.auto_class,
             options=chosen,
             calibration=calibration and _without_path(calibration),
-            features=[one.d_model for one in (model.config, teacher.config)],
+            features=[config.d_model for config in (model.config, teacher.config)],
             layers=layers,
             groups=groups,
             parameters_before=teacher.model.num_parameters(),

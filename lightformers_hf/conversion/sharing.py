@@ -193,7 +193,7 @@ def merge_linear(layers: Sequence[Weight], moments: Sequence[tuple[Tensor, Tenso
                 torch.cat([torch.cat([second, mean[:, None]], 1), torch.cat([mean, mean.new_ones(1)])[None]]).double()
                 for second, mean in moments
             ]
-        pull = sum(second @ (one - merged) for one, second in zip(stacked, seconds, strict=True))
+        pull = sum(second @ (weight - merged) for weight, second in zip(stacked, seconds, strict=True))
         merged = merged + torch.cholesky_solve(pull, damped_root(sum(seconds), INPUT_DAMPING))
     if bias is None:
         return Weight(merged.to(dtype))
@@ -210,7 +210,7 @@ def _relative(first: Tensor, second: Tensor, moment: Tensor | None = None) -> Te
     """Inner products of the columns of two matrices, relative to the size of both, weighted by C (a bias by 1)."""
     weighted = [first, second]
     if moment is not None:
-        weighted = [torch.cat([moment @ one[: len(moment)], one[len(moment) :]]) for one in weighted]
+        weighted = [torch.cat([moment @ weight[: len(moment)], weight[len(moment) :]]) for weight in weighted]
     sizes = (first * weighted[0]).sum() * (second * weighted[1]).sum()
     return first.T @ weighted[1] / sizes.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
 
@@ -239,7 +239,7 @@ def _head_bases(
             [_relative(a, b, moment) for a, b, moment in zip(left, right, moments, strict=True)]
             for left, right in ((first, second), (first, first), (second, second))
         )
-        sizes = [_blocks(one * other, heads).sum((2, 3)).trace() for one, other in own]
+        sizes = [_blocks(first * other, heads).sum((2, 3)).trace() for first, other in own]
         size = torch.stack(sizes).prod().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         alike = alike + _blocks(between[0] * between[1], heads).sum((2, 3)) / size
         crosses.append(_blocks(between[0] + between[1], heads))

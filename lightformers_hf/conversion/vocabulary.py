@@ -137,9 +137,9 @@ def _count_tokens(
     both = ("source", "target") if hasattr(tokenizer, "spm_target") else ("source",)  # Marian's sides cut by their own
     sample: list[tuple[str, str]] = []
     for side, texts in read_texts(options.vocabulary or (), options.columns):
-        for one in both if side == BOTH else (side,):
-            into = counts[one if one in counts else "source"]
-            for ids in _cut(tokenizer, texts, one):
+        for own in both if side == BOTH else (side,):
+            into = counts[own if own in counts else "source"]
+            for ids in _cut(tokenizer, texts, own):
                 into.update(ids)
         sample += [(side if side != BOTH else "source", text) for text in texts[: CHECKED - len(sample)]]
     for side, found in counts.items():
@@ -252,7 +252,7 @@ def _check_cuts(tokenizer: PreTrainedTokenizerBase, kept: KeptTokens, sample: Se
     """Raise a `ValueError` if a text whose tokens all stay is tokenized differently."""
     for side in {side for side, _ in sample}:
         new = {old: number for number, old in enumerate(getattr(kept, side))}
-        texts = [text for one, text in sample if one == side]
+        texts = [text for origin, text in sample if origin == side]
         pairs = zip(texts, _cut(tokenizer, texts, side), _cut(kept.tokenizer, texts, side), strict=True)
         for text, before, after in pairs:
             if {*before} <= new.keys() and [new[token] for token in before] != after:

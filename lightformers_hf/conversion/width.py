@@ -50,7 +50,7 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
         raise OptionError("d_model", f" is {asked}, but {name} has {d} features: give {d} at most")
     if width % unit:
         below = width // unit * unit
-        near = " or ".join(str(one) for one in (below, below + unit) if one)
+        near = " or ".join(str(features) for features in (below, below + unit) if features)
         raise OptionError(
             "d_model", f" is {asked}, expected a multiple of {unit}, by which int4 rounds features: give {near}"
         )
@@ -260,7 +260,7 @@ def narrow(teacher: Teacher, streams: Mapping[str, Tensor], calibration: Calibra
         elif module in linear and leaf == "weight":
             bias = "final_logits_bias" if module == "lm_head" else f"{module}.bias"
             found = estimate_from(streams[_read_stack(module)], calibration, module, has_bias=bias in stored)
-            estimate, shift = (one.to(tensor) for one in found)
+            estimate, shift = (part.to(tensor) for part in found)
             tensors[name] = tensor @ estimate.T
             if module == "lm_head":
                 tensors[name] /= output
@@ -268,7 +268,8 @@ def narrow(teacher: Teacher, streams: Mapping[str, Tensor], calibration: Calibra
                 tensors[bias] = stored[bias] + tensor @ shift
     if "lm_head" not in linear and calibration is not None and "final_logits_bias" in stored:  # of removed directions
         mean, basis = (
-            one.to(tensors["final_logits_bias"]) for one in (calibration.inputs(["lm_head"])[1], streams["decoder"])
+            value.to(tensors["final_logits_bias"])
+            for value in (calibration.inputs(["lm_head"])[1], streams["decoder"])
         )
         tensors["final_logits_bias"] = stored["final_logits_bias"] + model.lm_head(mean - mean @ basis @ basis.T)
     for stack in STACKS:
@@ -286,7 +287,7 @@ def estimate_from(
     basis = basis.double()
     if calibration is None:
         return basis.T, basis.new_zeros(len(basis))
-    second, mean = (one.to(basis.device) for one in calibration.inputs([name]))
+    second, mean = (moment.to(basis.device) for moment in calibration.inputs([name]))
     mean = mean if has_bias else torch.zeros_like(mean)
     covariance = second - torch.outer(mean, mean)
     root = damped_root(basis.T @ covariance @ basis, INPUT_DAMPING)

@@ -140,7 +140,7 @@ def _pairs(kind: str) -> list[tuple[str, str]]:
 @cache
 def _weights(count: int) -> list[float]:
     """Cumulative: names are rarer the later they stand, as words are (Zipf), the last about ten times as the first."""
-    return list(accumulate(1 / (5 + place) for place in range(count)))
+    return list(accumulate(1 / (5 + index) for index in range(count)))
 
 
 def _name(kind: str, rng: random.Random) -> Filling:

@@ -77,11 +77,11 @@ def write_package(source: Teacher, folder: Path, languages: tuple[str, str]) -> 
     files |= {f"model/{file}": folder / file for file in MODEL_FILES}
     target = folder / f"{name}.argosmodel"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for place, content in texts.items():
-            archive.writestr(_entry(f"{name}/{place}"), json.dumps(content, indent=1))
-        for place, file in files.items():
+        for path, content in texts.items():
+            archive.writestr(_entry(f"{name}/{path}"), json.dumps(content, indent=1))
+        for path, file in files.items():
             if file.is_file():
-                archive.writestr(_entry(f"{name}/{place}"), file.read_bytes())
+                archive.writestr(_entry(f"{name}/{path}"), file.read_bytes())
     return target
 
 

@@ -117,7 +117,7 @@ def write_shortlist(source: Teacher, folder: Path, quantization: str, shortlist:
         file.write("\t" + " ".join(targets[number] for number in shortlist.always) + "\n")
         for number, ids in shortlist.given.items():
             if ids and not any(c in tokens[number] for c in " \t\n\r"):
-                file.write(f"{tokens[number]}\t{' '.join(targets[one] for one in ids)}\n")
+                file.write(f"{tokens[number]}\t{' '.join(targets[target] for target in ids)}\n")
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase | None, size: int, side: str) -> list[str]:
@@ -220,8 +220,8 @@ def _set_layer(spec: LayerSpec, layer: Layer, expansion: Expansion) -> None:
 def _set_attention(spec: LayerSpec, attention: Attention, expansion: Expansion, *, cross: bool) -> None:
     (query, key, value, output), head_dim = narrow_heads(attention, expansion)
     joined = [(query,), (key, value)] if cross else [(query, key, value)]
-    for place, linears in enumerate([*joined, (output,)]):
-        _set_linear(spec.linear[place], *_join(*linears))
+    for index, linears in enumerate([*joined, (output,)]):
+        _set_linear(spec.linear[index], *_join(*linears))
     # The library declares both only for other models, but the engine reads them from any attention.
     spec.__dict__["head_dim"] = np.int32(head_dim)
     spec.queries_scale = np.float32(attention.scale)
@@ -367,7 +367,7 @@ class CTranslate2Model:
             outputs = [[*ids[:-1], search.forced_end] if len(ids) == most else ids for ids in outputs]
         # The engine divides the sum of log p by the length to the power of the penalty.
         shares = [len(result.hypotheses[0]) ** (search.length_penalty - 1) for result in results]
-        return [(ids, one.scores[0] * share) for ids, one, share in zip(outputs, results, shares, strict=True)]
+        return [(ids, result.scores[0] * share) for ids, result, share in zip(outputs, results, shares, strict=True)]
 
     def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
         """log p of every token of `targets`, and of the end behind them, given `sources`."""

@@ -236,9 +236,9 @@ class Expansion:
             self.parameters_after -= spared
 
     def _is_new(self, *linears: Weight) -> bool:
-        place = tuple(tensor.data_ptr() for linear in linears for tensor in linear.tensors)
-        is_new = place not in self._seen
-        self._seen.add(place)
+        key = tuple(tensor.data_ptr() for linear in linears for tensor in linear.tensors)
+        is_new = key not in self._seen
+        self._seen.add(key)
         return is_new
 
 

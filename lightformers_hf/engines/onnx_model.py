@@ -76,7 +76,9 @@ def narrow(graph: onnx.GraphProto, outputs: list[onnx.ValueInfoProto], renamed: 
         if needed.intersection(node.output):
             needed.update(node.input)
             kept.append(node)
-    parts = {name: [one for one in getattr(graph, name) if one.name in needed] for name in ("input", "initializer")}
+    parts = {
+        name: [entry for entry in getattr(graph, name) if entry.name in needed] for name in ("input", "initializer")
+    }
     for name, values in (parts | {"node": kept[::-1], "output": outputs}).items():
         copies = [type(value).FromString(value.SerializeToString()) for value in values]
         graph.ClearField(name)
@@ -92,9 +94,9 @@ def slice_output(graph: onnx.GraphProto) -> None:
     graph.input.append(helper.make_tensor_value_info("candidates", TensorProto.INT64, ["candidates"]))
     logits.type.tensor_type.shape.dim[-1].dim_param = "candidates"
     for node in [node for node in graph.node if node.name.startswith(OUTPUT)]:
-        for place, name in enumerate(node.input):
+        for index, name in enumerate(node.input):
             if name in rows:
-                node.input[place] = f"{OUTPUT}/{name}"
+                node.input[index] = f"{OUTPUT}/{name}"
                 graph.node.insert(0, helper.make_node("Gather", [name, "candidates"], [f"{OUTPUT}/{name}"]))
 
 

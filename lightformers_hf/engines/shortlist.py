@@ -248,7 +248,7 @@ def add_shortlist(
     checked, outputs = checked[half:], outputs[half:]
     found = translate_all(engine.load(folder, search, torch.get_num_threads()), checked, search, positions)
     coverage, candidates = shortlist.coverage(checked, outputs)
-    same = sum(one == other for one, other in zip(found, outputs, strict=True))
+    same = sum(output == other for output, other in zip(found, outputs, strict=True))
     scores: list[float | None] = [None, None]
     if references is not None:
         texts = [tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (found, outputs)]

@@ -143,7 +143,7 @@ def list_merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tu
     """The merges of byte-pair encoding, first those of the pieces with the highest score."""
     merges = []
     for piece in sorted((piece for piece in scores if piece in vocabulary), key=lambda piece: -scores[piece]):
-        pairs = [(piece[:place], piece[place:]) for place in range(1, len(piece))]
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
         merges += [pair for pair in pairs if all(part in vocabulary and part in scores for part in pair)]
     return merges
 
@@ -162,8 +162,8 @@ def compare(tokenizer: PreTrainedTokenizerBase, made: Tokenizer, sentences: int 
     )
     return TokenizerReport(
         sentences=sentences,
-        ids=sum(one != other for one, other in zip(expected, found, strict=True)),
-        texts=sum(one.strip() != other.strip() for one, other in decoded),
+        ids=sum(text != other for text, other in zip(expected, found, strict=True)),
+        texts=sum(text.strip() != other.strip() for text, other in decoded),
     )
 
 

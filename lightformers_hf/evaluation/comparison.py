@@ -446,9 +446,9 @@ def _load_translator(task: dict[str, Any], folder: str, ids: list[list[int]]) ->
     return work, ids
 
 
-def _load_transcriber(task: dict[str, Any], folder: str, place: list[Any]) -> tuple[Callable, list]:
+def _load_transcriber(task: dict[str, Any], folder: str, where: list[Any]) -> tuple[Callable, list]:
     """A function that transcribes a batch and returns its seconds, and sounds of a place: data, language, column."""
-    data, language, column = place
+    data, language, column = where
     loaded, sounds = load_speech(resolve_source(folder), threads=task["cores"]), find_sounds(data, column=column)
     seconds = {sound.name: len(sound.read()) / RATE for sound in sounds[: task["sentences"]]}
 

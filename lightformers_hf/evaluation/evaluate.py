@@ -327,7 +327,7 @@ def warn_of_overlap(
 ) -> int:
     """Return how many sentences (or names of sounds) to be scored the conversion was calibrated on, with a warning."""
     known = calibrated_on(model)
-    if seen := [source for source, one in zip(sources, fingerprints, strict=True) if one in known]:
+    if seen := [source for source, fingerprint in zip(sources, fingerprints, strict=True) if fingerprint in known]:
         logger.warning(
             f"{len(seen)} of the {len(sources)} {what} of {data} were among those that {printable_name(model)} was "
             f"calibrated on, so its scores are too good; for example: {seen[0]}"

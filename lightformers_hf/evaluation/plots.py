@@ -137,19 +137,19 @@ def trade_off(
     panels: list[Axes], points: Sequence[tuple[Measurements, float | None, bool]], *, metric: str, speed: str
 ) -> None:
     """One panel or two: quality against parameters, and against speed. The last value of a point marks a teacher."""
-    by_size = [(one, one.parameters / 1e6, is_teacher) for one, _, is_teacher in points]
+    by_size = [(point, point.parameters / 1e6, is_teacher) for point, _, is_teacher in points]
     by_speed = [point for point in points if point[1] is not None]
     parts: Any = zip(panels, (by_size, by_speed), ("million parameters", speed), strict=False)
     for axes, placed, label in parts:
-        for one, x, is_teacher in placed:
+        for point, x, is_teacher in placed:
             color, marker = ("C1", "s") if is_teacher else ("C0", "o")
-            position = x, one.scores[metric]
+            position = x, point.scores[metric]
             axes.plot(*position, marker, color=color, markersize=8, label="teacher" * is_teacher or None)
             # Away from the nearer edge, so that no name leaves the picture.
             left = x > sum(other for _, other, _ in placed) / len(placed)
             look: dict[str, Any] = {"xytext": (-8 if left else 8, 0), "ha": "right" if left else "left"}
             look |= {"va": "center", "textcoords": "offset points", "fontsize": 10}
-            axes.annotate(as_text(one.name), position, **look)
+            axes.annotate(as_text(point.name), position, **look)
         axes.margins(x=0.15, y=0.2)
         axes.set(xlabel=label)
     panels[0].set(ylabel=labels([metric])[metric])

@@ -126,7 +126,7 @@ def generation_speed(
         for name, model in models.items():
             stack.callback(model.train, model.training)
             _time_translation(model.eval(), inputs[name][:WARM_UP_SENTENCES], generation)
-        actions = {name: partial(_time_translation, one, inputs[name], generation) for name, one in models.items()}
+        actions = {name: partial(_time_translation, model, inputs[name], generation) for name, model in models.items()}
         timed = take_turns(actions, runs=runs, progress=progress, what="decoding")
     return {name: speed_of(results) for name, results in timed.items()}
 

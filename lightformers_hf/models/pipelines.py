@@ -57,9 +57,9 @@ class SplitText:
         if len(self.pieces) == 1:
             return outputs.get(0, "")
         parts = []
-        for place, piece in enumerate(self.pieces):
+        for index, piece in enumerate(self.pieces):
             before, after = piece[: len(piece) - len(piece.lstrip())], piece[len(piece.rstrip()) :]
-            parts.append(before + outputs[place].strip() + after if place in outputs else piece)
+            parts.append(before + outputs[index].strip() + after if index in outputs else piece)
         return "".join(parts)
 
 
@@ -91,15 +91,15 @@ def split_texts(
     named = (LANGUAGE.match(getattr(tokenizer, name, None) or "") for name in SOURCE_LANGUAGES)
     language = language or next((found[0] for found in named if found), "en")
     found = [_split(text.removeprefix(prefix), tokenizer, prefix, language if split else None) for text in texts]
-    places = [(text, place) for text in found for place, piece in enumerate(text.pieces) if piece.strip()]
+    places = [(text, index) for text in found for index, piece in enumerate(text.pieces) if piece.strip()]
 
     def tokenize(sources: list[str]) -> list[list[int]]:
         # Without truncation or padding: a fast tokenizer keeps both as a state that other threads would see.
         return tokenizer(sources, verbose=False)["input_ids"] if sources else []
 
-    sources = [text.prefixes[place] + text.pieces[place] for text, place in places]
-    for (text, place), ids in zip(places, tokenize(sources), strict=True):
-        text.ids[place] = ids
+    sources = [text.prefixes[index] + text.pieces[index] for text, index in places]
+    for (text, index), ids in zip(places, tokenize(sources), strict=True):
+        text.ids[index] = ids
 
     def fit(piece: str, ids: list[int], prefix: str) -> Iterator[tuple[str, list[int]]]:
         halves = _halve(piece) if split and not cut and len(ids) > limit else []
@@ -114,9 +114,9 @@ def split_texts(
         text.cut = sum(len(ids) > limit for ids in text.ids.values())
         if text.cut:
             pieces = enumerate(zip(text.pieces, text.prefixes, strict=True))
-            parts = [part for place, (piece, own) in pieces for part in fit(piece, text.ids.get(place, []), own)]
+            parts = [part for index, (piece, own) in pieces for part in fit(piece, text.ids.get(index, []), own)]
             text.pieces = [piece for piece, _ in parts]
-            text.ids = {place: ids for place, (piece, ids) in enumerate(parts) if piece.strip()}
+            text.ids = {index: ids for index, (piece, ids) in enumerate(parts) if piece.strip()}
     return found
 
 
@@ -140,7 +140,7 @@ def cut_tokens(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, li
     """The token ids of a text, cut to `limit` as by `truncation=True`: special tokens stay, at both ends."""
     body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     others = len(ids) - len(body)
-    first = next((place for place in range(others + 1) if ids[place : place + len(body)] == body), 0)
+    first = next((index for index in range(others + 1) if ids[index : index + len(body)] == body), 0)
     keep = max(limit - others, 0)
     kept = body[len(body) - keep :] if tokenizer.truncation_side == "left" else body[:keep]
     return ids[:first] + kept + ids[first + len(body) :]
@@ -153,7 +153,7 @@ def _halve(piece: str) -> list[str]:
     for pattern in PLACES:
         found = [match.end() for match in re.finditer(pattern, piece) if begin < match.start() and match.end() < end]
         if found:
-            middle = min(found, key=lambda place: abs(place - middle))
+            middle = min(found, key=lambda index: abs(index - middle))
             break
     return [piece[:middle], piece[middle:]] if begin < middle < end else []
 
@@ -202,7 +202,11 @@ def find_unsupported(code: str, tokenizer: PreTrainedTokenizerBase) -> str:
     known = [*language_tokens(tokenizer)]
     if code in known:
         return ""
-    near = difflib.get_close_matches(code, known) or [one for one in known if one[:2] == code[:2]] or known[-5:]
+    near = (
+        difflib.get_close_matches(code, known)
+        or [language for language in known if language[:2] == code[:2]]
+        or known[-5:]
+    )
     return f" is {code!r}, which {tokenizer.name_or_path} does not support; there is {' or '.join(near[:5])}"
 
 
@@ -282,7 +286,7 @@ class Text2TextGenerationPipeline(Pipeline):
             self.prefix = model.prefix or only_code(self.tokenizer)
             return
         tasks = getattr(model.config, "task_specific_params", None) or {}
-        pairs = [one for one in tasks if one.startswith("translation_")]
+        pairs = [task for task in tasks if task.startswith("translation_")]
         if self.task == "translation" and pairs:
             first = self.task = pairs[0]
             logger.warning(f"the model has several pairs of languages: {first} is used, give the task of another")
@@ -352,7 +356,7 @@ class Text2TextGenerationPipeline(Pipeline):
             return self._run([inputs], size or BATCH, parameters)[0]
         if isinstance(inputs, list | tuple):
             results = self._run(inputs, size or BATCH, parameters)
-            return [one[0] for one in results] if all(len(one) == 1 for one in results) else results
+            return [result[0] for result in results] if all(len(result) == 1 for result in results) else results
         if isinstance(inputs, Iterator):
             return self._stream(inputs, size or 1, size or 1, parameters)
         if isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__"):
@@ -372,7 +376,7 @@ class Text2TextGenerationPipeline(Pipeline):
         """Return the results of texts, whose sentences are batched by length."""
         before, generation, after = parameters
         split, languages = self.preprocess(texts, **before)
-        jobs = [(number, place, ids) for number, text in enumerate(split) for place, ids in text.ids.items()]
+        jobs = [(number, index, ids) for number, text in enumerate(split) for index, ids in text.ids.items()]
         jobs.sort(key=lambda job: -len(job[2]))
         if self.tokenizer.pad_token_id is None and len(jobs) > 1:
             batch_size = 1
@@ -380,8 +384,8 @@ class Text2TextGenerationPipeline(Pipeline):
         for start in range(0, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
             sequences = self.forward(self._pad([ids for *_, ids in batch]), **{**languages, **generation})
-            for (number, place, _), rows in zip(batch, sequences["output_ids"], strict=True):
-                outputs[number][place] = rows
+            for (number, index, _), rows in zip(batch, sequences["output_ids"], strict=True):
+                outputs[number][index] = rows
         return [self.postprocess((text, rows), **after) for text, rows in zip(split, outputs, strict=True)]
 
     def _pad(self, batch: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -467,12 +471,12 @@ class Text2TextGenerationPipeline(Pipeline):
         results = []
         for number in range(max(map(len, outputs.values()), default=1)):
             if return_type == ReturnType.TENSORS:
-                rows = [self._without_padding(outputs[place])[number] for place in sorted(outputs)]
+                rows = [self._without_padding(outputs[index])[number] for index in sorted(outputs)]
                 ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.long)
                 results.append({f"{self.return_name}_token_ids": ids})
                 continue
             options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": clean_up_tokenization_spaces}
-            decoded = {place: self.tokenizer.decode(rows[number], **options) for place, rows in outputs.items()}
+            decoded = {index: self.tokenizer.decode(rows[number], **options) for index, rows in outputs.items()}
             results.append({f"{self.return_name}_text": text.join(decoded)})
         return results
 
@@ -536,8 +540,8 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         if not tokens:
             pair = {"src_lang": (src_lang, "source_lang"), "tgt_lang": (tgt_lang, "target_lang")}
             for name, (code, attribute) in pair.items():
-                if code and (one := getattr(tokenizer, attribute, None)) and one != code:
-                    logger.warning(f"{name} {code!r} has no effect: the model has one pair of languages, with {one!r}")
+                if code and (own := getattr(tokenizer, attribute, None)) and own != code:
+                    logger.warning(f"{name} {code!r} has no effect: the model has one pair of languages, with {own!r}")
             return super().preprocess(inputs, truncation, split)
         before = tokenizer.src_lang
         source, target = src_lang or before, tgt_lang or getattr(tokenizer, "tgt_lang", None)

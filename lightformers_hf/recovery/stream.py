@@ -50,10 +50,10 @@ class TokenizedPool:
             batch = slice(first, first + AT_ONCE)
             self.input_ids += _compact(tokenizer(sources[batch], max_length=longest[0], truncation=True)["input_ids"])
             self.labels += _compact(target_ids(targets[batch], tokenizer, longest[1], start))
-        kept = [place for place, ids in enumerate(self.input_ids) if len(ids) + len(self.labels[place]) <= max_tokens]
+        kept = [index for index, ids in enumerate(self.input_ids) if len(ids) + len(self.labels[index]) <= max_tokens]
         if len(kept) < len(self.labels):
             logger.warning(f"{len(sources) - len(kept)} pairs have more than {max_tokens} tokens and are left out")
-            self.input_ids, self.labels = ([texts[place] for place in kept] for texts in (self.input_ids, self.labels))
+            self.input_ids, self.labels = ([texts[index] for index in kept] for texts in (self.input_ids, self.labels))
         self.lengths = {"source": [len(ids) for ids in self.input_ids], "target": [len(ids) for ids in self.labels]}
         for texts in (self.input_ids, self.labels):
             check_known((ids.tolist() for ids in texts[:CHECKED]), tokenizer)

@@ -90,7 +90,7 @@ def hidden_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]
                 f"The teacher's states are {pair[1].shape[-1]} wide, the model's {pair[0].shape[-1]}: hidden states "
                 "compare where the widths agree, set hidden_weight to 0."
             )
-        ours, theirs = (F.normalize(one.flatten(0, 1).index_select(0, tokens).float(), dim=-1) for one in pair)
+        ours, theirs = (F.normalize(states.flatten(0, 1).index_select(0, tokens).float(), dim=-1) for states in pair)
         total = total + (ours - theirs).square().sum()
     return total / stops
 
@@ -306,7 +306,7 @@ class RecoveryTrainer(FiniteTrainer, Seq2SeqTrainer):
         loss = training_loss(outputs.logits, labels, expected, **weights, smoothing=self.args.label_smoothing_factor)
         if teacher is not None and hidden:
             for stack, mask in (("encoder", inputs["attention_mask"].bool()), ("decoder", kept)):
-                ours, theirs = (getattr(one, f"{stack}_hidden_states") for one in (outputs, teacher))
+                ours, theirs = (getattr(output, f"{stack}_hidden_states") for output in (outputs, teacher))
                 loss = loss + self.hidden_weight * hidden_loss(ours, theirs, mask)
         if num_items_in_batch is None:
             loss = loss / kept.sum()

@@ -329,12 +329,14 @@ class Work:
 def summarize(recovery: Recovery, comparison: EngineComparison, to: str, text: str) -> str:
     """Return the result in one sentence; `text` describes the pairs of the test."""
     teacher, light = comparison.models
-    before = next(place for place in comparison.deployed if (place.model, place.form) == (teacher, CHECKPOINTS))
-    after = [place for place in comparison.deployed if place.model == light][-1]
+    before = next(
+        deployed for deployed in comparison.deployed if (deployed.model, deployed.form) == (teacher, CHECKPOINTS)
+    )
+    after = [deployed for deployed in comparison.deployed if deployed.model == light][-1]
     timings = (timing for timing in comparison.timings if (timing.model, timing.form) == (light, after.form))
     speed = next(timings).to_teacher
     metric, score = next(iter(after.scores.items()))
-    sizes = [f"{place.disk_bytes / 1e6:,.1f} MB" for place in (before, after)]
+    sizes = [f"{deployed.disk_bytes / 1e6:,.1f} MB" for deployed in (before, after)]
     return (
         f"{recovery.ratio:.1f}x fewer parameters, {' → '.join(sizes)}, "
         f"{speed:.1f}x as fast as the teacher in {getattr(load_engine_file(to), 'NAME', to)}; "
@@ -407,7 +409,7 @@ def write_texts(texts: Sequence[Any] | None, folder: Path, columns: tuple[Any, A
     if texts is None:
         return given
     size = min(MOST_HELD_OUT, len(texts) // 10)
-    first, second = (0 if one else size for one in (given.validation, given.test))
+    first, second = (0 if path else size for path in (given.validation, given.test))
     parts = {
         "validation": texts[:first],
         "test": texts[first : first + second],
@@ -430,11 +432,11 @@ def _row(row: tuple[str, str] | Sound, columns: tuple[Any, Any], folder: Path) -
     if not isinstance(row, Sound):
         return {"translation": dict(zip(columns, row, strict=True))}
     if isinstance(row.content, bytes):
-        place = Path(hashlib.sha256(row.content).hexdigest()[:16] + Path(row.name).suffix)
-        (folder / place).write_bytes(row.content)
+        path = Path(hashlib.sha256(row.content).hexdigest()[:16] + Path(row.name).suffix)
+        (folder / path).write_bytes(row.content)
     else:
-        place = row.content.absolute()
-    return {"file_name": str(place), columns[1] or TRANSCRIPTS[0]: row.text}
+        path = row.content.absolute()
+    return {"file_name": str(path), columns[1] or TRANSCRIPTS[0]: row.text}
 
 
 def check_parts(output: Path) -> None:

@@ -173,9 +173,9 @@ def check_minutes(minutes: float) -> None:
 def check_generation(generation: GenerationConfig, folder: Path) -> None:
     """Raise `ValueError` where the trainer could not evaluate or save a model with this configuration."""
     wrong = [
-        f"{name} is {getattr(generation, name)!r}, set it to {one!r}"
-        for name, one in ONE_OUTPUT.items()
-        if getattr(generation, name, None) not in (None, one)
+        f"{name} is {getattr(generation, name)!r}, set it to {expected!r}"
+        for name, expected in ONE_OUTPUT.items()
+        if getattr(generation, name, None) not in (None, expected)
     ]
     try:
         generation.validate(strict=True)

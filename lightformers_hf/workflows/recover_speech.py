@@ -240,7 +240,9 @@ class SoundRun(Run):
         places = torch.arange(positions)
         mask = (places % SILENT == 0) | (places < torch.tensor([[-(-len(wave) // step)] for wave in waves]))
         padded = {
-            name: pad_sequence([torch.tensor(one[name]) for one in windows], batch_first=True, padding_value=value)
+            name: pad_sequence(
+                [torch.tensor(window[name]) for window in windows], batch_first=True, padding_value=value
+            )
             for name, value in (("decoder_input_ids", end), ("labels", IGNORED))
         }
         return {"input_features": features, "attention_mask": mask.long(), **padded}
@@ -287,7 +289,9 @@ class SoundPool:
         parts = [*zip(names, waves, texts, strict=True)]
         return [
             run.window(
-                [parts[one] for one in group], times=draw.random() < 0.5, errors=draw if draw.random() < 0.5 else None
+                [parts[number] for number in group],
+                times=draw.random() < 0.5,
+                errors=draw if draw.random() < 0.5 else None,
             )
             for group in groups
         ]

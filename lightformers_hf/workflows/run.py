@@ -214,7 +214,7 @@ class Run:
                 held = f"{corpus.rows} text{'s' * (corpus.rows != 1)}"
                 raise ValueError(f"{self.data} holds {held}: ten and more are needed, or a validation")
             names = texts["source"][:]
-            seen = [one in known for one in self.fingerprints(names)]
+            seen = [text in known for text in self.fingerprints(names)]
             held_out = texts.select(sorted(range(len(texts)), key=seen.__getitem__)[:size])
             if not corpus.has_targets:
                 sources = held_out["source"][:]
@@ -453,8 +453,8 @@ class Run:
 
     def train(self, record: dict[str, Any]) -> Recovery:
         """Train to the end, from the last checkpoint if there is one."""
-        known = {one.name for one in fields(RecoverySettings)}  # an earlier version had more
-        settings = RecoverySettings(**{name: one for name, one in record["settings"].items() if name in known})
+        known = {field.name for field in fields(RecoverySettings)}  # an earlier version had more
+        settings = RecoverySettings(**{name: value for name, value in record["settings"].items() if name in known})
         began = time.monotonic()
         self.shorten_validation(record["sentences"])
         pairs, parameters = self.training_text(record["translations"]), unique_parameters(self.model)

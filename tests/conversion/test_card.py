@@ -246,7 +246,7 @@ def test_of_a_model_on_the_hub_the_card_says_how_it_comes_from_it(source):
     report = replace(plan(source, rank=5, method="paper", progress=False), inherited={"base_model": "someone/teacher"})
     data = ModelCard(model_card(FACTS, report)).data
     assert (data.base_model, data.base_model_relation) == ("someone/teacher", "finetune")
-    assert 'from_pretrained("x", trust' in model_card(FACTS, report, place='x"\n')
+    assert 'from_pretrained("x", trust' in model_card(FACTS, report, folder='x"\n')
 
 
 def test_without_a_card_the_tokenizer_names_the_languages(tiny_marian):

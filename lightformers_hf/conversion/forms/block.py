@@ -89,7 +89,7 @@ class Block(Form):
         """
         settings, costs, sizes = list(plain.settings), [plain.costs], [plain.sizes]
         for width, values in energies.items():
-            ranks = join_ranks(self.shapes_at(width), [one.cpu() for one in values])
+            ranks = join_ranks(self.shapes_at(width), [value.cpu() for value in values])
             settings += [(width, *each) for each in ranks.settings]
             costs.append(ranks.costs + plain.cost_of(width))
             sizes.append(ranks.sizes)

@@ -62,7 +62,7 @@ def diagonal_blocks(moment: Tensor, heads: int) -> Tensor:
 def head_fields(model: PreTrainedModel, sizes: Mapping[str, int]) -> dict[str, object]:
     """Return the fields of the widths of a model's heads, of which `sizes` has the new ones."""
     modules = model.named_modules()
-    before = {name: one.head_dim for name, one in modules if isinstance(one, MultiHeadAttention)}
+    before = {name: module.head_dim for name, module in modules if isinstance(module, MultiHeadAttention)}
     return dict(zip(("head_dim", "head_dim_pattern"), split_widths(before, sizes), strict=True))
 
 
@@ -78,7 +78,7 @@ class NarrowerHeads(Block):
         if not hasattr(dense.config, "head_dim_pattern"):
             return {}
         modules = dense.named_modules()
-        return find_blocks(dense, (name for name, one in modules if isinstance(one, MultiHeadAttention)), PARTS)
+        return find_blocks(dense, (name for name, module in modules if isinstance(module, MultiHeadAttention)), PARTS)
 
     @classmethod
     def fields(cls, sizes: Mapping[str, int], dense: PreTrainedModel) -> dict[str, object]:

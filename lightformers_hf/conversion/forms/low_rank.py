@@ -105,7 +105,7 @@ class LowRank(Form):
         merged = torch.stack([left @ right for left, right in pairs]).mean(0)
         found = decompose(merged, name=name, rank=setting).truncate(setting)
         factors = Weight(found.left.to(weight.left.dtype), found.right.to(weight.left.dtype), weight.bias)
-        lost, whole = (one.double().norm().item() for one in (weight.left - factors.product(), weight.left))
+        lost, whole = (matrix.double().norm().item() for matrix in (weight.left - factors.product(), weight.left))
         return Shaped({self.name: factors}, error=lost / whole if whole else 0.0)
 
     @classmethod

@@ -129,7 +129,7 @@ class FewerNeurons(Block):
         if not hasattr(dense.config, "ffn_dim_pattern"):
             return {}
         parts = GATED_PARTS if dense.config.gated_ffn else PARTS
-        return find_blocks(dense, (name for name, one in dense.named_modules() if hasattr(one, "fc1")), parts)
+        return find_blocks(dense, (name for name, module in dense.named_modules() if hasattr(module, "fc1")), parts)
 
     @classmethod
     def fields(cls, sizes: Mapping[str, int], dense: PreTrainedModel) -> dict[str, object]:
