@@ -171,13 +171,15 @@ def test_width_is_chosen_with_the_method():
         assert (report.features, own.features) == ([32, 64], [64, 64])
         assert report.agreement.divergence < own.agreement.divergence
         assert report.parameters_after == pytest.approx(own.parameters_after, rel=0.02)
+        assert next(iter(report.candidates)) == method
         assert "with d_model 32 (" in str(report)
         assert not any("d_model" in name for name in own.candidates)
     tables = [matrix.form for matrix in report.matrices if matrix.kind == "embedding"]
     assert tables == ["dense"]  # of the method narrow
     # With 32 features it would have fewer parameters than that before anything gets smaller.
     assert convert(few, **{**options, "ratio": None, "params": int(0.7 * few.num_parameters())}).config.d_model == 64
-    for kept in ({}, {"method": "low-rank"}):
+    # The last pattern asks for a rank that fewer features do not have.
+    for kept in ({}, {"method": "low-rank"}, {"pattern": {"fc1": 40}}):
         assert convert(few if kept else whole, **options, **kept).config.d_model == 64
 
 
@@ -228,7 +230,7 @@ def test_budget_counts_from_the_teacher():
     teacher = make_model()
     whole = kept(plan(teacher, pattern={".*": None}, progress=False))
     alone = plan(teacher, d_model=32, progress=False)
-    assert (kept(alone), alone.smaller) == (whole / 2, [])
+    assert (kept(alone), alone.smaller, alone.ratio) == (whole / 2, [], 2)
     assert "keep 32 of 64 features" in str(alone)
     assert kept(plan(teacher, d_model=32, ratio=1.5, progress=False)) == whole / 2  # smaller than asked for already
     for method in ("auto", "low-rank", "narrow"):
