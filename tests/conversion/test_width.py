@@ -11,7 +11,14 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import width as module
 from lightformers_hf.conversion.sensitivity import Calibration
 from lightformers_hf.conversion.sharing import find_matrices
-from lightformers_hf.conversion.width import find_streams, fold_norms, narrow, narrow_calibration, principal_directions
+from lightformers_hf.conversion.width import (
+    find_streams,
+    fold_norms,
+    likely_widths,
+    narrow,
+    narrow_calibration,
+    principal_directions,
+)
 from lightformers_hf.options import OptionError
 
 PRE_NORM = {"normalize_before": True, "final_layer_norm": True}
@@ -161,6 +168,11 @@ def test_measured_directions_are_nearer_than_any(name, monkeypatch):
     assert found < 0.6 * divergence(teacher, d_model=32)[0]
 
 
+def test_a_width_holds_the_share_that_stays():
+    teacher = read(make_model())
+    assert [likely_widths(teacher, removed) for removed in (0.4, 0.5, 0.9)] == [[], [32], [32]]
+
+
 def test_width_is_chosen_with_the_method():
     """A model of the same size with fewer features is kept where it is as near to its teacher as another one."""
     few, whole = keep_few_directions(make_model(init_std=None)), make_model(init_std=None)
@@ -268,6 +280,7 @@ def test_all_features_change_nothing():
         ({"d_model": 96}, {}, "d_model is 96, but .* has 64 features: give 64 at most"),
         ({"d_model": 40}, {}, "d_model is 40, expected a multiple of 32, .* give 32 or 64"),
         ({"d_model": 0}, {}, "d_model is 0, expected"),
+        ({"d_model": "0.0%"}, {}, "d_model is '0.0%', expected a whole number.*75%"),
         ({"d_model": "half"}, {}, "d_model is 'half', expected a whole number.*75%"),
         ({"d_model": 32}, {"encoder_groups": 1}, "d_model is 32, but layers of .* are shared .*encoder_groups"),
         ({"d_model": 32}, {"ffn_rank": 4}, "d_model is 32, but layers of .* factorized .*ffn_rank.*its own teacher"),
