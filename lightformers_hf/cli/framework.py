@@ -7,6 +7,7 @@ SIGTERM.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -178,6 +179,11 @@ def command(*parameters: click.Parameter) -> Callable[[Callable], Command]:
 def explain(error: Exception, typed: Mapping[str, str]) -> str:
     """Return one line about an error that the user can correct; nothing for a fault of the program."""
     is_full = getattr(error, "errno", None) in FULL_DISK
+    if isinstance(error, FileNotFoundError) and error.errno and error.filename is None:
+        try:
+            os.getcwd()  # whose error names no folder
+        except FileNotFoundError:
+            return "the current folder was deleted: change to another one, with cd, and run the command again"
     if isinstance(error, ValueError | OSError) and not is_full and not is_of(error, "torch"):
         message = error.spell(typed) if isinstance(error, OptionError) else str(error)
         return " ".join(message.split())  # those of libraries have several lines

@@ -155,8 +155,8 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
             measured = narrow(measured, width, bridges="narrow" in later)
     originals = merge_layers(replace(originals, teacher=measured.teacher), measured.calibration)
     proposals = choose(units, originals, options, study)
-    if not measured.held_out:  # nothing shows how well they do on other text
-        proposals = {AUTO: proposals[AUTO]}
+    if options.method != AUTO or not measured.held_out:  # nothing shows how well they do on other text
+        proposals = {options.method: proposals[AUTO]}
     ways = {name: Way(proposal.chosen, originals, measured) for name, proposal in proposals.items()}
     costs = {name: proposal.cost for name, proposal in proposals.items() if proposal.cost is not None}
     listed = {name: {"cost": round(cost / 2, DIGITS)} for name, cost in costs.items()}  # nats, as of `Metric`
@@ -170,7 +170,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
             others = merge_layers(replace(others, teacher=narrower.teacher), narrower.calibration)
             try:
                 found = choose(find_units(others, options, study), others, options, study)
-            except OptionError:  # it has so few parameters already
+            except ValueError:  # it has so few parameters already, or a pattern asks for a rank that it cannot have
                 return
             yield f"{method}{WITH}{features}", Way(found.get(method, found[AUTO]).chosen, others, narrower)
 
@@ -178,7 +178,7 @@ def compress(checkpoint: Teacher, options: CompressionOptions, study: StudyOptio
     widths: list[int] = []
     if is_open and refits and measured.held_out and spends_budget(options, study):
         widths = likely_widths(teacher, cast(float, removed))
-    way, best = ways[AUTO], None
+    way, best = ways[options.method], None
     if not dry and (len(ways) > 1 or widths):
         every = thin_out(cast(Calibration, measured.calibration))
         tried = chain(ways.items(), narrower_ways())

@@ -200,7 +200,7 @@ class CompressionOptions:
             if isinstance(given := getattr(self, name), str) and given.strip().isdecimal():  # from the command line
                 object.__setattr__(self, name, int(given))
         check_needs(self)
-        if self.d_model is not None and not re.fullmatch(r"[1-9]\d*|\d+(\.\d+)?%", str(self.d_model)):
+        if self.d_model is not None and not re.fullmatch(r"[1-9]\d*|(?=.*[1-9])\d+(\.\d+)?%", str(self.d_model)):
             raise OptionError("d_model", f" is {self.d_model!r}, expected a whole number (384) or a share (75%)")
         _check_choice("method", self.method, METHODS)
         if not isinstance(self.pattern or {}, Mapping):

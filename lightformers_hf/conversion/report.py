@@ -64,7 +64,7 @@ class MatrixReport:
 
     @property
     def parameters_before(self) -> int:
-        """Parameters of the dense matrix, mn."""
+        """Parameters of the dense matrix, mn, for the features that stay."""
         return self.m * self.n
 
 
@@ -228,9 +228,15 @@ class CompressionReport(Result):
 
     @property
     def ratio(self) -> float:
-        """Dense parameters / kept parameters of the matrices that got smaller, together (Eq. 12's p)."""
-        kept = sum(matrix.parameters_after for matrix in self.smaller)
-        return sum(matrix.parameters_before for matrix in self.smaller) / kept if kept else 1.0
+        """Dense parameters / kept parameters of the matrices that got smaller, together (Eq. 12's p).
+
+        With fewer features all matrices got smaller; their dense parameters are those with all features.
+        """
+        smaller, widening = self.smaller, 1.0
+        if self.fewer_features:
+            smaller, widening = self.matrices, self.features[1] / self.features[0]
+        kept = sum(matrix.parameters_after for matrix in smaller)
+        return widening * sum(matrix.parameters_before for matrix in smaller) / kept if kept else 1.0
 
     @property
     def smaller(self) -> list[MatrixReport]:
@@ -260,10 +266,12 @@ class CompressionReport(Result):
     @property
     def measure(self) -> str:
         """The norm of `energy` and `relative_error` of the matrices, in words."""
-        shared = "; for shared layers, relative to the merged matrix" if self.shares else ""
+        relative = "; for shared layers, relative to the merged matrix" if self.shares else ""
+        if self.fewer_features:
+            relative += f"; relative to matrices for {self.features[0]} features"
         if self.calibration is None or not self.smaller:
-            return f"every entry with equal weight (Frobenius norm){shared}"
-        return f"entries weighted by the sensitivity of the loss on {self.calibration}{shared}"
+            return f"every entry with equal weight (Frobenius norm){relative}"
+        return f"entries weighted by the sensitivity of the loss on {self.calibration}{relative}"
 
     @property
     def outcome(self) -> str:
@@ -301,8 +309,9 @@ class Plan(CompressionReport):
 
     def parts(self) -> list[Table | str]:
         """Return a table of all matrices, then as the report of a conversion."""
+        before = f" (before: for {self.features[0]} features)" if self.fewer_features else ""
         legend = [
-            "\nbefore, after: parameters. energy: share of Σσ² kept. error: relative norm of the difference.",
+            f"\nbefore, after: parameters{before}. energy: share of Σσ² kept. error: relative norm of the difference.",
             f"Energy and error: {self.measure}; of a whole block where it got narrower.\n",
         ]
         # In 120 columns nothing wraps but a name of more than 40 letters.
@@ -362,7 +371,9 @@ def read_report(file: Path) -> CompressionReport | None:
         if any(len(pair) != len(STACKS) for pair in pairs) or len(report.layers) + len(report.groups) != len(pairs):
             raise ValueError("layers and groups hold two numbers for each stack")
         sizes = [size for matrix in report.matrices for size in (matrix.m, matrix.n, matrix.parameters_after)]
-        if min((*sizes, report.parameters_before, report.parameters_after)) < 1:
+        if len(report.features) not in (0, 2):
+            raise ValueError("features hold two numbers")
+        if min((*sizes, *report.features, report.parameters_before, report.parameters_after)) < 1:
             raise ValueError("a size is below 1")
     except ValueError as error:
         raise ValueError(

@@ -75,15 +75,16 @@ def _find_obstacle(teacher: Teacher) -> str:
 def likely_widths(teacher: Teacher, removed: float) -> list[int]:
     """Return widths that may suit a model better than its teacher's, if a share of the parameters is `removed`.
 
-    The widest is the teacher's times the cube root of the share that stays, about. Only post-norm models have any:
-    pre-norm models would have to be measured anew, without the gains of their norms (`fold_norms`).
+    The widest is the teacher's times the cube root of the share that stays, about. The narrowest has that share of the
+    parameters before anything else gets smaller. Only post-norm models have any: pre-norm models would have to be
+    measured anew, without the gains of their norms (`fold_norms`).
     """
     d = teacher.config.d_model
     unit = math.gcd(d, UNIT)
     if _find_obstacle(teacher) or teacher.config.normalize_before:
         return []
     widest = round(d * (1 - removed) ** (1 / 3) / unit) * unit
-    return [width for width in range(widest, 0, -unit) if width < d]
+    return [width for width in range(widest, 0, -unit) if d * (1 - removed) <= width < d]
 
 
 def narrow_fields(model: PreTrainedModel, width: int) -> dict[str, object]:

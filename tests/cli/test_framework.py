@@ -1,5 +1,7 @@
 """What commands have alike."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from rich.table import Table
@@ -16,6 +18,16 @@ def test_an_error_within_torch_is_no_mistake_of_the_user():
             call()
         reasons.append(explain(found.value, {}))
     assert reasons == ["", "invalid literal for int() with base 10: 'x'"]
+
+
+def test_a_deleted_folder_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError) as raised:
+        Path.cwd()
+    assert "current folder was deleted" in explain(raised.value, {})
+    assert explain(FileNotFoundError("model is not there"), {}) == "model is not there"
 
 
 def test_every_option_says_what_it_is_for():

@@ -28,6 +28,13 @@ def test_the_ratio_is_that_of_the_matrices_that_got_smaller():
     assert report_of(matrix()).ratio == 1
 
 
+def test_a_ratio_counts_from_all_features():
+    report = report_of(matrix(), matrix(form="low-rank", size=1, setting="rank 1", after=8), features=[4, 12])
+    assert report.ratio == 3 * (16 + 16) / (16 + 8)
+    assert report.measure.endswith("; relative to matrices for 4 features")
+    assert "parameters (before: for 4 features)" in str(Plan(**vars(report)))
+
+
 def test_a_report_is_read_as_it_was_written(tmp_path):
     report = report_of(matrix(), matrix("n", "low-rank", 1, "rank 1", 8), calibration="Text für Müller")
     write_report(report, tmp_path)

@@ -11,7 +11,14 @@ from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import width as module
 from lightformers_hf.conversion.sensitivity import Calibration
 from lightformers_hf.conversion.sharing import find_matrices
-from lightformers_hf.conversion.width import find_streams, fold_norms, narrow, narrow_calibration, principal_directions
+from lightformers_hf.conversion.width import (
+    find_streams,
+    fold_norms,
+    likely_widths,
+    narrow,
+    narrow_calibration,
+    principal_directions,
+)
 from lightformers_hf.options import OptionError
 
 PRE_NORM = {"normalize_before": True, "final_layer_norm": True}
@@ -161,6 +168,11 @@ def test_measured_directions_are_nearer_than_any(name, monkeypatch):
     assert found < 0.6 * divergence(teacher, d_model=32)[0]
 
 
+def test_a_width_holds_the_share_that_stays():
+    teacher = read(make_model())
+    assert [likely_widths(teacher, removed) for removed in (0.4, 0.5, 0.9)] == [[], [32], [32]]
+
+
 def test_width_is_chosen_with_the_method():
     """A model of the same size with fewer features is kept where it is as near to its teacher as another one."""
     few, whole = keep_few_directions(make_model(init_std=None)), make_model(init_std=None)
@@ -171,13 +183,15 @@ def test_width_is_chosen_with_the_method():
         assert (report.features, own.features) == ([32, 64], [64, 64])
         assert report.agreement.divergence < own.agreement.divergence
         assert report.parameters_after == pytest.approx(own.parameters_after, rel=0.02)
+        assert next(iter(report.candidates)) == method
         assert "with d_model 32 (" in str(report)
         assert not any("d_model" in name for name in own.candidates)
     tables = [matrix.form for matrix in report.matrices if matrix.kind == "embedding"]
     assert tables == ["dense"]  # of the method narrow
     # With 32 features it would have fewer parameters than that before anything gets smaller.
     assert convert(few, **{**options, "ratio": None, "params": int(0.7 * few.num_parameters())}).config.d_model == 64
-    for kept in ({}, {"method": "low-rank"}):
+    # The last pattern asks for a rank that fewer features do not have.
+    for kept in ({}, {"method": "low-rank"}, {"pattern": {"fc1": 40}}):
         assert convert(few if kept else whole, **options, **kept).config.d_model == 64
 
 
@@ -228,7 +242,7 @@ def test_budget_counts_from_the_teacher():
     teacher = make_model()
     whole = kept(plan(teacher, pattern={".*": None}, progress=False))
     alone = plan(teacher, d_model=32, progress=False)
-    assert (kept(alone), alone.smaller) == (whole / 2, [])
+    assert (kept(alone), alone.smaller, alone.ratio) == (whole / 2, [], 2)
     assert "keep 32 of 64 features" in str(alone)
     assert kept(plan(teacher, d_model=32, ratio=1.5, progress=False)) == whole / 2  # smaller than asked for already
     for method in ("auto", "low-rank", "narrow"):
@@ -266,6 +280,7 @@ def test_all_features_change_nothing():
         ({"d_model": 96}, {}, "d_model is 96, but .* has 64 features: give 64 at most"),
         ({"d_model": 40}, {}, "d_model is 40, expected a multiple of 32, .* give 32 or 64"),
         ({"d_model": 0}, {}, "d_model is 0, expected"),
+        ({"d_model": "0.0%"}, {}, "d_model is '0.0%', expected a whole number.*75%"),
         ({"d_model": "half"}, {}, "d_model is 'half', expected a whole number.*75%"),
         ({"d_model": 32}, {"encoder_groups": 1}, "d_model is 32, but layers of .* are shared .*encoder_groups"),
         ({"d_model": 32}, {"ffn_rank": 4}, "d_model is 32, but layers of .* factorized .*ffn_rank.*its own teacher"),

@@ -231,7 +231,10 @@ def test_a_page_shows_what_there_is(light, tmp_path):
     headings = Outline(report_page(str(light))).headings
     assert headings == ["Error of every layer", "Training", "Plan"]
     shutil.copytree(light, tmp_path / "trained")
-    (tmp_path / "trained" / "compression.json").unlink()
+    file = tmp_path / "trained" / "compression.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"features": [32, 64]}))
+    assert "The hidden states keep 32 of 64 features (d_model)" in report_page(str(tmp_path / "trained"))
+    file.unlink()
     assert Outline(report_page(str(tmp_path / "trained"))).headings == ["Training"]
 
 
