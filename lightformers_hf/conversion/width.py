@@ -52,7 +52,7 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
         below = width // unit * unit
         near = " or ".join(str(features) for features in (below, below + unit) if features)
         raise OptionError(
-            "d_model", f" is {asked}, expected a multiple of {unit}, by which int4 rounds features: give {near}"
+            "d_model", f" is {asked}, expected a multiple of {unit} for a teacher with {d} features: give {near}"
         )
     return None if width == d else width
 
@@ -75,16 +75,17 @@ def _find_obstacle(teacher: Teacher) -> str:
 def likely_widths(teacher: Teacher, removed: float) -> list[int]:
     """Return widths that may suit a model better than its teacher's, if a share of the parameters is `removed`.
 
-    The widest is the teacher's times the cube root of the share that stays, about. The narrowest has that share of the
+    They are a sixteenth of the teacher's apart, or the next multiple of what engines need. The widest is the teacher's times the cube root of the share that stays, about. The narrowest has that share of the
     parameters before anything else gets smaller. Only post-norm models have any: pre-norm models would have to be
     measured anew, without the gains of their norms (`fold_norms`).
     """
     d = teacher.config.d_model
     unit = math.gcd(d, UNIT)
+    step = math.ceil(d / 16 / unit) * unit
     if _find_obstacle(teacher) or teacher.config.normalize_before:
         return []
     widest = round(d * (1 - removed) ** (1 / 3) / unit) * unit
-    return [width for width in range(widest, 0, -unit) if d * (1 - removed) <= width < d]
+    return [width for width in range(widest, 0, -step) if d * (1 - removed) <= width < d]
 
 
 def narrow_fields(model: PreTrainedModel, width: int) -> dict[str, object]:

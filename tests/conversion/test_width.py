@@ -171,6 +171,8 @@ def test_measured_directions_are_nearer_than_any(name, monkeypatch):
 def test_a_width_holds_the_share_that_stays():
     teacher = read(make_model())
     assert [likely_widths(teacher, removed) for removed in (0.4, 0.5, 0.9)] == [[], [32], [32]]
+    odd = read(make_model(d_model=100))  # not every fourth number
+    assert likely_widths(odd, 0.7) == [68, 60, 52, 44, 36]
 
 
 def test_width_is_chosen_with_the_method():
@@ -278,7 +280,7 @@ def test_all_features_change_nothing():
     ("options", "fields", "message"),
     [
         ({"d_model": 96}, {}, "d_model is 96, but .* has 64 features: give 64 at most"),
-        ({"d_model": 40}, {}, "d_model is 40, expected a multiple of 32, .* give 32 or 64"),
+        ({"d_model": 40}, {}, "d_model is 40, expected a multiple of 32 for .* give 32 or 64"),
         ({"d_model": 0}, {}, "d_model is 0, expected"),
         ({"d_model": "0.0%"}, {}, "d_model is '0.0%', expected a whole number.*75%"),
         ({"d_model": "half"}, {}, "d_model is 'half', expected a whole number.*75%"),
