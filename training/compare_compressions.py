@@ -50,7 +50,7 @@ from comparing import compare_outputs, run_all, save_pictures, score_key, show
 from rich.markup import escape
 from rich.table import Table
 from run_translation import ARGUMENTS
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from lightformers_hf import CompressionOptions, StudyOptions, convert
 from lightformers_hf.checkpoints.teacher import read
@@ -194,7 +194,11 @@ def options(run: Run, method: Method, args: argparse.Namespace, others: list[str
             parts += ["--validation-file", args.validation_file]
         if run.trained == "distilled":
             parts += ["--teacher", args.teacher, "--distillation-alpha", str(args.distillation_alpha)]
-            parts += ["--hidden-weight", str(args.hidden_weight)]
+            width = args.width if isinstance(method, Path) else load_pretrained(AutoConfig, model[1]).hidden_size
+            parts += [
+                "--hidden-weight",
+                str(args.hidden_weight if width == args.width else 0),
+            ]  # others do not compare
         if run.start == "random" and not isinstance(method, Path):
             parts += ["--from-scratch"]
         parts += as_options(own_training(method))  # the last of two equal options has priority
@@ -390,6 +394,7 @@ def main(argv: list[str] | None = None) -> None:
     methods = parse_methods(args.methods)
     config = read(args.teacher).config
     args.layers = {stack: getattr(config, f"{stack}_layers") for stack in ("encoder", "decoder")}
+    args.width = config.hidden_size
     tests = test_names(args.test_file)
     rows = measure(list_runs(args, methods), methods, args, others)
     folder = Path(args.output_dir)

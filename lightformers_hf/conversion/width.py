@@ -75,9 +75,10 @@ def _find_obstacle(teacher: Teacher) -> str:
 def likely_widths(teacher: Teacher, removed: float) -> list[int]:
     """Return widths that may suit a model better than its teacher's, if a share of the parameters is `removed`.
 
-    They are a sixteenth of the teacher's apart, or the next multiple of what engines need. The widest is the teacher's times the cube root of the share that stays, about. The narrowest has that share of the
-    parameters before anything else gets smaller. Only post-norm models have any: pre-norm models would have to be
-    measured anew, without the gains of their norms (`fold_norms`).
+    They are a sixteenth of the teacher's apart, or the next multiple of what engines need. The widest is the teacher's
+    times the cube root of the share that stays, about. The narrowest has that share of the parameters before anything
+    else gets smaller. Only post-norm models have any: pre-norm models would have to be measured anew, without the
+    gains of their norms (`fold_norms`).
     """
     d = teacher.config.d_model
     unit = math.gcd(d, UNIT)

@@ -1,13 +1,14 @@
 """The comparison script: every run that was asked for, once, with the scores of its own test set."""
 
 import json
+from argparse import Namespace
 from functools import partial
 
 import compare_compressions as script
 import pytest
 from transformers import AutoConfig
 
-from lightformers_hf import convert
+from lightformers_hf import LightFormerConfig, convert
 from lightformers_hf.loading import load_model, unique_parameters
 
 pytestmark = pytest.mark.slow
@@ -74,6 +75,16 @@ def test_compares_continues_and_deploys(tmp_path, tiny_marian, parallel_sentence
     script.draw([*rows, *(row | {"ratio": 1.5} for row in rows if row["ratio"])], tmp_path, script.test_names([data]))
     for picture in ("results.png", "results-dark.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("width", "weight"), [(64, "5"), (32, "0")])
+def test_hidden_states_are_compared_where_a_conversion_keeps_all_features(width, weight, tmp_path):
+    run = script.Run(ratio=4, method="all", seed=0, groups=None, trained="distilled")
+    LightFormerConfig(d_model=width).save_pretrained(tmp_path / run.conversion_folder / "model")
+    given = {"output_dir": tmp_path, "width": 64, "hidden_weight": 5, "train_file": "train", "validation_file": None}
+    given |= {"max_steps": 1, "teacher": "t", "distillation_alpha": 0.7, "test_file": ["test"]}
+    words = script.options(run, {}, Namespace(**given, source_lang="de", target_lang="en"), [])
+    assert words[words.index("--hidden-weight") + 1] == weight
 
 
 def test_every_ratio_method_start_and_training_is_a_run():
