@@ -195,10 +195,8 @@ def options(run: Run, method: Method, args: argparse.Namespace, others: list[str
         if run.trained == "distilled":
             parts += ["--teacher", args.teacher, "--distillation-alpha", str(args.distillation_alpha)]
             width = args.width if isinstance(method, Path) else load_pretrained(AutoConfig, model[1]).hidden_size
-            parts += [
-                "--hidden-weight",
-                str(args.hidden_weight if width == args.width else 0),
-            ]  # others do not compare
+            weight = args.hidden_weight if width == args.width else 0  # other widths do not compare
+            parts += ["--hidden-weight", str(weight)]
         if run.start == "random" and not isinstance(method, Path):
             parts += ["--from-scratch"]
         parts += as_options(own_training(method))  # the last of two equal options has priority

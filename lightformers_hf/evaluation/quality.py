@@ -37,7 +37,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+")
 # Kinds of references.
 WORDS, SUMMARIES, SENTENCES, SPEECH = "words", "summaries", "sentences", "speech"
 ONE_WORD = 0.9  # share of references of one word from which the data are words
-SHORT = 50  # characters that an output may be longer than a reference in any case
+SHORT = 50  # characters above twice the reference that are not endless yet: references may be short
 SHORTENED = 0.5  # share of the sources' length, in words and in characters, up to which references are summaries
 
 
@@ -164,7 +164,7 @@ def _endless(references: Texts, language: str | None) -> Counter:
         pairs = zip(predictions, references, strict=True)
         return np.array([[len(text) > 2 * len(other) + SHORT, 1] for text, other in pairs])
 
-    signature = f"outputs longer than twice the reference by {SHORT} characters, in percent; lower is better"
+    signature = f"outputs longer than twice the reference by more than {SHORT} characters, in percent; lower is better"
     return Counter(count, _percentage, signature)
 
 

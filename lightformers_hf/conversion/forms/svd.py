@@ -35,15 +35,15 @@ class Factors(NamedTuple):
 def rescale_(factors: Factors, split: Split) -> Factors:
     """Give columns of the left and rows of the right factor, in place, the sizes that `split` asks for.
 
-    `balanced`: of equal mean squares, because Adam takes steps of one size for all entries: those of a tall left one
-    of length 1 would be lost in a few. `sigma-right`: the left one of length 1. Beside a zero, what is no zero gets
-    the length 1, because half precision has no 1e6.
+    `balanced`: of equal mean squares, because Adam takes steps of one size for all entries, and a few would replace
+    the small entries of a long column of length 1. `sigma-right`: the left one of length 1. Beside a zero, what is no
+    zero gets the length 1, because half precision has no 1e6.
     """
     left, right = _column_norms(factors.left), _column_norms(factors.right.T)
     scale = left.where(left > 0, 1 / right.where(right > 0, 1))
     if split == "balanced":
-        heights = (factors.right.shape[1] / len(factors.left)) ** 0.5
-        scale = (heights * left / right).sqrt().where((left > 0) & (right > 0), scale)
+        root = (factors.right.shape[1] / len(factors.left)) ** 0.5  # √(n/m)
+        scale = (root * left / right).sqrt().where((left > 0) & (right > 0), scale)
     scale = scale.to(factors.left.dtype)
     factors.left.div_(scale)
     factors.right.mul_(scale[:, None])
