@@ -427,6 +427,12 @@ def parts(lab: Lab) -> Rows:
         yield from lab.study(name, "bpe")
 
 
+def widths(lab: Lab) -> Rows:
+    """PartialFormer with more, fewer, wider and narrower heads, and with more and fewer features, trained alike."""
+    build_tokenizer(lab)
+    yield from lab.study("partialformer_table19", "bpe")
+
+
 def transfer(lab: Lab) -> Rows:
     """LightFormer with 18 + 3 layers in six groups, trained from random weights, from SVD and from `convert`."""
     build_tokenizer(lab)
@@ -570,6 +576,7 @@ EXPERIMENTS = {
     "scale": Experiment(scale, ("multi30k-de-en",), 25),
     "studies": Experiment(studies, ("multi30k", "multi30k-de-en"), 180, (42, 0, 1)),
     "parts": Experiment(parts, ("multi30k",), 245, (42, 0)),
+    "widths": Experiment(widths, ("multi30k",), 120, (42,)),
     "transfer": Experiment(transfer, ("multi30k",), 90, (42, 0)),
     "demo": Experiment(demo, (), 10),
     "whisper": Experiment(whisper, (*WHISPERS, "speech"), 70),
