@@ -303,15 +303,30 @@ def confident(lab: Lab) -> Rows:
     yield {"model": "recovered", "ratio": 3, **scores(name)}
 
 
+def deploy(lab: Lab, model: str, engine: str, quantization: str) -> dict[str, object]:
+    """Export a Multi30k model: its form, megabytes, and scores on both tests."""
+    name = f"deployed/{Path(model).name}-{engine}-{quantization}"
+    text = PAIRS if quantization == "int4" else ()
+    report = lab.run(name, "export", model, name, "--to", engine, "--quantization", quantization, *text,
+                     "--overwrite")  # fmt: skip
+    row: dict[str, object] = {"form": f"{engine}-{quantization}", "megabytes": report["weight_bytes"] / 1e6}
+    for test in TESTS:
+        data = ("--data", f"inputs/multi30k/{test}.jsonl", *LANGUAGES, *GREEDY)
+        scores = lab.run(f"{name}-{test}", "evaluate", name, *data)["model"]["scores"]
+        row |= {f"{test}_{metric}": score for metric, score in scores.items()}
+    return row
+
+
 def recovered(lab: Lab) -> Rows:
-    """The Multi30k teacher at ratio 4 (two seeds) and 8 after twenty minutes of one core."""
+    """The Multi30k teacher at ratio 4 (two seeds) and 8 after twenty minutes of one core; the checkpoint, and int8."""
     for ratio, seed in ((4, 0), (4, 1), (8, 0)):
         lab.convert("multi30k-de-en", f"converted/{ratio}-pairs", "--ratio", ratio, *PAIRS)
         name = f"recovered/{ratio}-{seed}"
         report = lab.run(name, "recover", f"converted/{ratio}-pairs", name, "--teacher", "inputs/multi30k-de-en",
                          *TRAINING, "--seed", seed, "--overwrite")  # fmt: skip
         times = {key: report[key] for key in ("seconds", "cpu_seconds")}
-        yield {"ratio": ratio, "seed": seed, **times, **score_tests(lab, name)}
+        yield {"ratio": ratio, "seed": seed, "form": "checkpoint", **times, **score_tests(lab, name)}
+        yield {"ratio": ratio, "seed": seed, **deploy(lab, name, "ctranslate2", "int8")}
 
 
 def compare_on_multi30k(lab: Lab, name: str, *words: object) -> Rows:
@@ -352,31 +367,17 @@ def engines(lab: Lab) -> Rows:
 
 def deployed(lab: Lab) -> Rows:
     """Quality against the bytes of the deployed model: three methods, two engines, int8 and int4."""
-    calibration = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
-
-    def deploy(model: str, engine: str, quantization: str) -> dict[str, object]:
-        name = f"deployed/{Path(model).name}-{engine}-{quantization}"
-        text = calibration if quantization == "int4" else ()
-        report = lab.run(name, "export", model, name, "--to", engine, "--quantization", quantization, *text,
-                         "--overwrite")  # fmt: skip
-        row: dict[str, object] = {"form": f"{engine}-{quantization}", "megabytes": report["weight_bytes"] / 1e6}
-        for test in TESTS:
-            data = ("--data", f"inputs/multi30k/{test}.jsonl", *LANGUAGES, *GREEDY)
-            scores = lab.run(f"{name}-{test}", "evaluate", name, *data)["model"]["scores"]
-            row |= {f"{test}_{metric}": score for metric, score in scores.items()}
-        return row
-
     for form in dict.fromkeys(form for _, form in FORMS):
-        yield {"model": "teacher", "ratio": 1, **deploy("inputs/multi30k-de-en", *form.split("-"))}
+        yield {"model": "teacher", "ratio": 1, **deploy(lab, "inputs/multi30k-de-en", *form.split("-"))}
     for ratio in (2, 4, 8):
         for method, form in FORMS:
             name = f"deployed/{ratio}-{method}"
             lab.convert("multi30k-de-en", name, "--ratio", ratio, *PAIRS, "--method", method)
-            yield {"model": method, "ratio": ratio, **deploy(name, *form.split("-"))}
+            yield {"model": method, "ratio": ratio, **deploy(lab, name, *form.split("-"))}
     start, name = "deployed/4.5-narrow", "deployed/recovered"
     lab.convert("multi30k-de-en", start, "--ratio", 4.5, *PAIRS, "--method", "narrow")
     lab.run(name, "recover", start, name, "--teacher", "inputs/multi30k-de-en", *TRAINING, "--overwrite")
-    yield {"model": "recovered", "ratio": 4.5, **deploy(name, "ctranslate2", "int8")}
+    yield {"model": "recovered", "ratio": 4.5, **deploy(lab, name, "ctranslate2", "int8")}
 
 
 def deployments(result: dict) -> Rows:

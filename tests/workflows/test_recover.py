@@ -18,7 +18,7 @@ from lightformers_hf import convert
 from lightformers_hf.arguments import RecoverArguments
 from lightformers_hf.files import lock, read_json
 from lightformers_hf.recovery import runs
-from lightformers_hf.recovery.runs import FAR, choose_settings, find_distance, list_checkpoints, plan_steps
+from lightformers_hf.recovery.runs import choose_settings, find_distance, list_checkpoints, plan_steps
 from lightformers_hf.rounding import is_rounded
 from lightformers_hf.text import fingerprint
 from lightformers_hf.workflows.recover import Run, recover, start_run
@@ -370,7 +370,7 @@ def test_translations_of_a_teacher_are_not_made_again(place, tiny_marian, tmp_pa
             (data / "distill.json").write_text("{}")
         out.mkdir(exist_ok=True)
         run = start_run(call, out, light, str(tiny_marian), str(data), None)
-        assert bool(run.ask_for_texts(600, None, FAR)) != made
+        assert bool(run.ask_for_texts(600, None)) != made
 
 
 def test_what_is_cut_is_said_and_no_engine_is_loaded_to_translate_nothing(
