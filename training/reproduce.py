@@ -325,8 +325,8 @@ def recovered(lab: Lab) -> Rows:
         report = lab.run(name, "recover", f"converted/{ratio}-pairs", name, "--teacher", "inputs/multi30k-de-en",
                          *TRAINING, "--seed", seed, "--overwrite")  # fmt: skip
         times = {key: report[key] for key in ("seconds", "cpu_seconds")}
-        yield {"ratio": ratio, "seed": seed, "form": "checkpoint", **times, **score_tests(lab, name)}
-        yield {"ratio": ratio, "seed": seed, **deploy(lab, name, "ctranslate2", "int8")}
+        row = {"ratio": ratio, "seed": seed, **times, **score_tests(lab, name)}
+        yield row | {"deployed": deploy(lab, name, "ctranslate2", "int8")}
 
 
 def compare_on_multi30k(lab: Lab, name: str, *words: object) -> Rows:
