@@ -172,7 +172,7 @@ class SoundRun(Run):
         alpha, hidden = 1.0 if self.one_language else settings.alpha, settings.hidden_weight / POSITIONS
         return replace(settings, learning_rate=settings.learning_rate / 2, alpha=alpha, hidden_weight=hidden)
 
-    def ask_for_texts(self, seconds: float, wanted: bool | None) -> int:
+    def ask_for_texts(self, seconds: float, wanted: bool | None, *, lost: bool) -> int:
         """Write the transcripts, and return that no pairs are beside them."""
         write_json({"sound": [[*key, *row] for key, row in self.known.items()]}, self.output / TRANSLATIONS_FILE)
         return 0

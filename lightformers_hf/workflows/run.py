@@ -52,6 +52,7 @@ from ..recovery import (
     train,
 )
 from ..recovery.runs import (
+    FAR,
     FOR_VALIDATION,
     MAX_TOKENS,
     NEAR,
@@ -314,7 +315,7 @@ class Run:
         distance = self.ratio if self.data is None else find_distance(self.ratio, kept, self.near)
         fits = {"same_width": width == self.distiller.config.hidden_size, "random_text": self.data is None}
         settings = self.adapt(choose_settings(distance, width, bf16=self.bf16, on_cpu=self.on_cpu, **fits))
-        count = self.ask_for_texts(60 * minutes, translations)
+        count = self.ask_for_texts(60 * minutes, translations, lost=distance >= FAR or not fits["same_width"])
         pairs = self.training_text(count)
         step_seconds, epoch_steps = self.time_steps(pairs, settings)
         left = max(60 * minutes - (time.monotonic() - start), 0.25 * 60 * minutes)
@@ -347,16 +348,17 @@ class Run:
         """The settings for data of this kind."""
         return settings
 
-    def ask_for_texts(self, seconds: float, wanted: bool | None) -> int:
+    def ask_for_texts(self, seconds: float, wanted: bool | None, *, lost: bool) -> int:
         """Write the teacher's translations of random sources, as the time allows, and return their number.
 
-        With references, they are made where the time is enough for all sources, or for `ENOUGH`.
+        With references they are made of a model that has `lost` much, or features, and of as many sources as it can
+        learn from in the time: of all, or of `ENOUGH`.
         """
         if wanted is False and self.one_language:
             text = self.data or "text of the teacher's own"
             raise OptionError("", f"{text} is of one language: remove ", "translations", ", which give the targets")
         distilled = Path(os.path.expanduser(self.data or ""), DISTILL_FILE).is_file()  # by a teacher
-        if not (self.one_language or wanted or (wanted is None and not distilled)):
+        if not (self.one_language or wanted or (wanted is None and lost and not distilled)):
             return 0
         translator = fastest_translator(self.distiller, self.tokenizer)
         if translator is self.distiller and self.on_cpu:

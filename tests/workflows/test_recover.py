@@ -370,7 +370,7 @@ def test_translations_of_a_teacher_are_not_made_again(place, tiny_marian, tmp_pa
             (data / "distill.json").write_text("{}")
         out.mkdir(exist_ok=True)
         run = start_run(call, out, light, str(tiny_marian), str(data), None)
-        assert bool(run.ask_for_texts(600, None)) != made
+        assert bool(run.ask_for_texts(600, None, lost=True)) != made
 
 
 def test_what_is_cut_is_said_and_no_engine_is_loaded_to_translate_nothing(
