@@ -384,8 +384,8 @@ class Clock(TrainerCallback):
 # From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
 # (measured with version 0.1). So does a model with fewer features than its teacher.
 FAR = 5.0
-# As far is a model with less than this share of its teacher's chrF, as after removing layers: converted models kept 0.9
-# at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
+# As far is a model with less than this share of its teacher's chrF, as after removing layers: converted models kept
+# 0.9 at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
 # Of little sound, large steps harm a Whisper that kept 0.7.
 NEAR, NEAR_OWN, NEAR_SOUND = 0.85, 0.65, 0.5
 # The width that rates were measured at; Adam's fall as 1 / width (Yang et al. 2022, arXiv 2203.03466, Table 3), which
