@@ -78,6 +78,8 @@ def test_the_page_translates_offline_with_its_spaces_and_lines(serve, chromium, 
             page.reload()
         assert read(page, f"{german}\n\n  {german}") == [f"{english}\n\n  {english}"] * 2
         assert page.title() == page.text_content("h1") == "German to English, on this device"
+        call = "import('./worker.js').then((worker) => worker.segments('P: A. B.\\nP: C', 'P: '))"
+        assert page.evaluate(call) == ["A. ", "B.", "\n", "C"]
     assert not errors
 
 
