@@ -182,6 +182,15 @@ def test_the_decoder_of_a_page_reads_what_the_encoder_has(tiny_marian, tmp_path)
     assert onnxruntime.InferenceSession(str(decoder), providers=["CPUExecutionProvider"]).get_inputs()
 
 
+def test_a_cache_of_npm_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"failed: code \w+; .*file/cache.* npm's cache writable"):
+        web.vendor(tmp_path / "vendor")
+
+
 def test_a_page_without_npm_or_tokenizer_is_refused(tiny_marian, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="npm is not installed: install Node"):
