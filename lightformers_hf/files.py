@@ -234,6 +234,8 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}: give that of a checkpoint or an export")
     if not any((folder / name).is_file() for name in ("config.json", EXPORT_FILE)):
+        if (folder / PAGE_FILE).is_file():
+            raise ValueError(f"{folder} is a page of `lightformers web`: give the checkpoint that it was made of")
         inside = max(folder.glob("*/config.json"), default=None)  # of a compression: recovered
         example = f", such as {inside.parent}" if inside else ""
         raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a checkpoint{example}")

@@ -244,7 +244,10 @@ def _shorten(name: str) -> str:
 
 
 def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
-    """Raise a ValueError that names the first row where a column holds something else than text."""
+    """Raise a ValueError that names the first row where a column holds something else than text.
+
+    Pairs of which one text is empty are counted in a warning.
+    """
     import pyarrow
     import pyarrow.compute as pc
     from datasets import Value
@@ -265,6 +268,15 @@ def _check_text(pairs: Dataset, data: str, names: dict[str, str]) -> None:
             raise ValueError(f"{data}, row {bad + 1} has no {name!r}: expected text in every row.")
         if bad is not None:
             raise ValueError(f"{data}, row {bad + 1}, {name!r}: expected text, found {pairs[bad][column]!r:.60}")
+        empty = pc.match_substring_regex(values, r"^[\s\p{Z}]*$")
+        count = pc.sum(empty).as_py()
+        if count == len(pairs):
+            raise ValueError(f"{data}: {name!r} is empty in every row: give text")
+        if count and len(names) > 1:
+            logger.warning(
+                f"{data}: {name!r} is empty in {count:,} of {len(pairs):,} rows, first in row "
+                f"{pc.index(empty, True).as_py() + 1}: remove them"
+            )
 
 
 def fingerprint(sentence: str) -> str:

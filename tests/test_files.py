@@ -491,3 +491,6 @@ def test_a_folder_of_checkpoints_is_answered_with_one(tmp_path):
         (tmp_path / name / "config.json").touch()
     with pytest.raises(FileNotFoundError, match=f"give the folder of a checkpoint, such as {tmp_path / 'recovered'}$"):
         check_folder(tmp_path)
+    (tmp_path / "page.json").touch()
+    with pytest.raises(ValueError, match="is a page of `lightformers web`: give the checkpoint that it was made of"):
+        check_folder(tmp_path)

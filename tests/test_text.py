@@ -128,6 +128,7 @@ def test_the_only_two_columns_of_text_are_source_and_target(tmp_path, caplog, na
             '{"translation": {"de": "a", "en": "b"}}\n{"translation": {"de": "a"}}\n',
             "row 2 has no 'en'",
         ),
+        ("blank.csv", 'de,en\na,""\nb," "\n', "'en' is empty in every row: give text"),
         ("broken.parquet", "no parquet", "cannot be read"),
         ("text.docx", "a", "unknown type '.docx'"),
     ],
@@ -138,6 +139,13 @@ def test_unusable_files_say_why(tmp_path, caplog, capsys, name, content, message
     with pytest.raises(ValueError, match=message):
         load_parallel(str(tmp_path / name), source="de", target="en")
     assert "ArrowInvalid" not in caplog.text + "".join(capsys.readouterr())
+
+
+def test_texts_that_are_empty_are_counted(tmp_path, caplog):
+    (tmp_path / "some.csv").write_text("de,en\na,b\nc, \n,\xa0\n")
+    assert len(load_parallel(str(tmp_path / "some.csv"), source="de", target="en")) == 3
+    assert "'de' is empty in 1 of 3 rows" in caplog.text
+    assert "'en' is empty in 2 of 3 rows, first in row 2: remove them" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.csv", "x.tsv", "x.txt"])

@@ -295,9 +295,9 @@ def find_budget(
 
     fewest = sum(min(sum(min(map(least, slot)) for slot in slots) for slots in unit) for unit in free)
     itemsize = (originals.teacher.config.dtype or torch.float32).itemsize
-    # Bytes that are no parameters: buffers, and a header that names every tensor.
+    # Bytes that are no parameters: buffers, and a header that names every tensor. A matrix may become two factors.
     buffers = sum(tensor.numel() for tensor in tensors.values()) - dense.num_parameters()
-    overhead = HEADER_BYTES * len(tensors) + buffers * itemsize
+    overhead = HEADER_BYTES * (len(tensors) + len([*find_matrices(dense)])) + buffers * itemsize
     if name == "ratio":
         assert isinstance(rule, Ratio), "a budget is one number"
         asked, available = asked or rule.ratio, whole * originals.narrowed / rule.ratio - originals.added

@@ -285,8 +285,9 @@ def make(way: Way, *, refits: bool, dry: bool = False, every: int = 1) -> Candid
 
 def find_originals(teacher: Teacher, options: CompressionOptions, study: StudyOptions, width: int | None) -> Originals:
     """Return the matrices of a teacher, beside the dense model that has as many layers, groups and features."""
-    shapes = {} if width is None else narrow_fields(teacher.model, width)
-    dense = share_layers(teacher, options, study, shapes)
+    dense = share_layers(teacher, options, study)
+    if width is not None:
+        dense = share_layers(teacher, options, study, narrow_fields(dense, width))
     return Originals(
         teacher,
         dense,

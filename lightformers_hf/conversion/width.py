@@ -129,7 +129,8 @@ def fold_norms(teacher: Teacher) -> Teacher:
         folded.add(norm)
         tensors[weight] = stored[weight] * stored[f"{norm}.weight"]
         if bias in stored and f"{norm}.bias" in stored:
-            tensors[bias] = stored[bias] + stored[weight] @ stored[f"{norm}.bias"]
+            scale = (teacher.model.output_scale or 1.0) if name == "lm_head" else 1.0
+            tensors[bias] = stored[bias] + scale * stored[weight] @ stored[f"{norm}.bias"]
     for norm in folded:
         tensors |= {
             f"{norm}.{leaf}": fill(stored[f"{norm}.{leaf}"])
@@ -209,12 +210,15 @@ def _last_norm(config: PreTrainedConfig) -> str:
     return f"model.decoder.{layer}layer_norm"
 
 
-def _scales(config: PreTrainedConfig, width: int) -> tuple[float, float]:
-    """Return factors of the token tables and of the last norm, because models multiply by roots of their width."""
+def _scales(config: PreTrainedConfig, width: int) -> tuple[float, float, float]:
+    """Return factors of the token tables, of the inputs of the output layer, and of the last norm.
+
+    Models multiply by roots of their width: embeddings, and the outputs of the last norm.
+    """
     stretch = (config.d_model / width) ** 0.5
     table = stretch if config.scale_embedding else 1.0
-    output = (1 / stretch if config.scale_output else 1.0) / (table if config.tie_word_embeddings else 1.0)
-    return table, output
+    inputs = 1 / table if config.tie_word_embeddings else 1.0
+    return table, inputs, inputs / stretch if config.scale_output else inputs
 
 
 def output_maps(model: PreTrainedModel, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -235,7 +239,7 @@ def output_maps(model: PreTrainedModel, streams: Mapping[str, Tensor]) -> dict[s
             basis = gain[:, None] * basis / (gain @ basis.square())
         maps[name] = basis[None]
     last = _last_norm(model.config)
-    maps[last] = maps[last] * _scales(model.config, streams["decoder"].shape[1])[1]
+    maps[last] = maps[last] * _scales(model.config, streams["decoder"].shape[1])[2]
     return maps
 
 
@@ -244,7 +248,7 @@ def narrow(teacher: Teacher, streams: Mapping[str, Tensor], calibration: Calibra
     """Return a teacher whose hidden states x are x·A, {stack: A}. Without calibration, R is Aᵀ."""
     model, config, stored = teacher.model, teacher.config, stored_tensors(teacher.model)
     width, linear = streams["encoder"].shape[1], dict(find_matrices(model))
-    table, output = _scales(config, width)
+    table, _, output = _scales(config, width)
     tensors = dict(stored)
     for name, tensor in stored.items():
         module, _, leaf = name.rpartition(".")
@@ -265,8 +269,6 @@ def narrow(teacher: Teacher, streams: Mapping[str, Tensor], calibration: Calibra
             found = estimate_from(streams[_read_stack(module)], calibration, module, has_bias=bias in stored)
             estimate, shift = (part.to(tensor) for part in found)
             tensors[name] = tensor @ estimate.T
-            if module == "lm_head":
-                tensors[name] /= output
             if bias in stored:
                 tensors[bias] = stored[bias] + tensor @ shift
     if "lm_head" not in linear and calibration is not None and "final_logits_bias" in stored:  # of removed directions
@@ -300,7 +302,7 @@ def estimate_from(
 
 def narrow_calibration(calibration: Calibration, streams: Mapping[str, Tensor], model: PreTrainedModel) -> Calibration:
     """Return the moments of the narrower `model` that was made of a teacher, from those of the teacher."""
-    table, output = _scales(calibration.model.config, streams["encoder"].shape[1])
+    table, output, _ = _scales(calibration.model.config, streams["encoder"].shape[1])
     calibration = calibration.copy(model)
     for name, moments in calibration.moments.items():
         if name.endswith((*TABLES, *WRITERS)):

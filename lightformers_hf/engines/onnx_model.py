@@ -6,13 +6,13 @@ cross-attention's keys and values, the other one step.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 from onnx import TensorProto, helper
 from transformers import GenerationConfig
@@ -20,6 +20,9 @@ from transformers import GenerationConfig
 from .engine import pad_right
 from .search import Search, Step, generate, log_softmax
 from .shortlist import Shortlist, narrow_search
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at the import; else it sends events
+import onnxruntime
 
 SHORTLIST = "shortlist.json"
 FOLDER, ENCODER, DECODER = "onnx", "encoder_model", "decoder_model_merged"

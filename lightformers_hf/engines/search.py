@@ -5,7 +5,7 @@ The two searches give the tokens of transformers' `generate()`, without its over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -24,9 +24,17 @@ UNSUPPORTED |= dict.fromkeys(
     "begin_suppress_tokens sequence_bias exponential_decay_length_penalty guidance_scale stop_strings max_time "
     "watermarking_config".split()
 )
+# Those that exported models for text have, but Argos Translate does not.
+NOT_OF_ARGOS: dict[str, float | None] = {"no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": None}
 # Those that exported models for speech do not have.
 UNHEARD = {name: none for name, none in UNSUPPORTED.items() if name != "begin_suppress_tokens"}
-UNHEARD |= {"no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0, "min_new_tokens": None}
+UNHEARD |= {**NOT_OF_ARGOS, "bad_words_ids": None}
+
+
+def find_ignored(generation: GenerationConfig, lacking: Mapping[str, float | None]) -> str:
+    """The options of `generation` among those that a program lacks, whose values for none are given, with commas."""
+    asked = {name: getattr(generation, name, None) for name in lacking}
+    return ", ".join(f"{name}={value!r}" for name, value in asked.items() if value not in (None, lacking[name]))
 
 
 @dataclass(frozen=True)

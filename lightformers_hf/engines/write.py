@@ -31,7 +31,7 @@ from .arguments import ExportArguments
 from .card import fill_example, write_card
 from .engine import TransformersModel
 from .layers import Expansion, Source, read_source
-from .search import UNHEARD, Search
+from .search import NOT_OF_ARGOS, UNHEARD, Search, find_ignored
 from .shortlist import ShortlistReport, add_shortlist, read_ids, read_pairs, translate_all
 from .tokenizer_file import TokenizerReport, write_tokenizer_file
 
@@ -164,6 +164,10 @@ def export(call: ExportArguments) -> ExportReport:
     to = "ctranslate2" if call.to == ARGOS else call.to
     texts = [data_name(call.shortlist), data_name(call.calibration)]
     engine = check_engine(to, call.quantization, texts[0])
+    if texts[0] and call.to == ARGOS:
+        raise OptionError(
+            "shortlist", " is given, but Argos Translate computes all tokens of the output layer: remove ", "shortlist"
+        )
     if call.calibration is not None and call.quantization != "int4":
         raise ValueError(
             "calibration is given, which only int4 uses: give quantization int4 (--quantization int4), or remove it"
@@ -179,6 +183,8 @@ def export(call: ExportArguments) -> ExportReport:
             report = write_text(call, source, engine, temporary, to, package)
             if package:
                 argos.write_package(source, temporary, package)
+                if ignored := find_ignored(source.generation_config, NOT_OF_ARGOS):
+                    logger.warning(f"{source.name} asks for {ignored}, which Argos Translate does not have")
             return report
 
 
@@ -311,9 +317,8 @@ def write_speech(call: ExportArguments, source: Source, engine: EngineFile, fold
     """
     check_speech(call, source.name)
     parts = (source.need_tokenizer(), source.need_extractor(), source.generation_config)
-    asked = {name: getattr(source.generation_config, name, None) for name in UNHEARD}
-    if ignored := [f"{name}={value!r}" for name, value in asked.items() if value not in (None, UNHEARD[name])]:
-        logger.warning(f"{source.name} asks for {', '.join(ignored)}, which exported models for speech do not have")
+    if ignored := find_ignored(source.generation_config, UNHEARD):
+        logger.warning(f"{source.name} asks for {ignored}, which exported models for speech do not have")
     beside = write_beside(source, engine, folder, call.quantization, engine.write_speech, measure_speech)
     before, quantization = folder_bytes(folder), call.quantization or "int8"
     expansion = engine.write_speech(source, folder, quantization)

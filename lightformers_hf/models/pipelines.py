@@ -80,8 +80,9 @@ def split_texts(
 ) -> list[SplitText]:
     """Split texts into sentences, and sentences of more than `limit` tokens at the mark or space nearest their middle.
 
-    A `prefix` stands before every sentence that does not begin with it. Instead of it, a code of the target language
-    (`>>spa<<`) that a line begins with stands before every sentence of the line, and of the next lines without a code.
+    A `prefix` stands once before every sentence, also if its line begins with it. Instead of it, a code of the target
+    language (`>>spa<<`) that a line begins with stands before every sentence of the line, and of the next lines
+    without a code.
     If `split` is `False`, no text is split, and what is beyond `limit` tokens is cut; `None`: as of `is_translator`.
     `cut` cuts long sentences, too. `language` is that of the sources (`de`), by default that of the tokenizer.
     """
@@ -90,7 +91,7 @@ def split_texts(
         logger.warning_once("texts are not split into sentences, because sentencex is missing: pip install sentencex")
     named = (LANGUAGE.match(getattr(tokenizer, name, None) or "") for name in SOURCE_LANGUAGES)
     language = language or next((found[0] for found in named if found), "en")
-    found = [_split(text.removeprefix(prefix), tokenizer, prefix, language if split else None) for text in texts]
+    found = [_split(text, tokenizer, prefix, language if split else None) for text in texts]
     places = [(text, index) for text in found for index, piece in enumerate(text.pieces) if piece.strip()]
 
     def tokenize(sources: list[str]) -> list[list[int]]:
@@ -124,8 +125,9 @@ def _split(text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, language:
     """The sentences of every line with their prefixes, or, without a language, the whole text as one piece."""
     pieces: list[str] = []
     prefixes: list[str] = []
+    given = prefix
     for line in re.split(r"([\r\n]+)", text) if language else [text]:
-        code, line = split_code(line, tokenizer)
+        code, line = split_code(line.removeprefix(given), tokenizer)
         prefix = code or prefix
         if not code:
             _warn_about_code(line, tokenizer)

@@ -256,6 +256,13 @@ def test_the_smallest_size_that_is_named_can_be_had(tiny_marian, tmp_path):
         convert(tiny_marian, tmp_path / "less", size=str(least - 400), **options)
 
 
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.5])
+def test_a_size_has_space_for_the_names_of_factors(share, tiny_marian, tmp_path):
+    size = int(share * (tiny_marian / "model.safetensors").stat().st_size)
+    convert(tiny_marian, tmp_path, size=str(size), method="low-rank", calibration_samples=4, progress=False)
+    assert 0.9 * size < (tmp_path / "model.safetensors").stat().st_size <= size
+
+
 @pytest.mark.usefixtures("nothing_measured")
 def test_a_plan_of_fewer_layers_alone_needs_no_text(tiny_marian):
     assert plan(tiny_marian, decoder_layers=1, progress=False).layers["decoder"] == [1, 2]

@@ -101,6 +101,22 @@ def test_a_bias_of_norms_is_not_lost_where_matrices_have_none(fields):
 
 
 @pytest.mark.parametrize("name", ["t5", "untied"])
+def test_outputs_keep_their_scale(name):
+    """Models that divide the last hidden states by √d have the logits of those whose output layer is so much less."""
+    found = []
+    for scaled in (False, True):
+        model = make_model(name, scale_output=scaled)
+        model.lm_head.weight.mul_(8 if scaled else 1)
+        teacher = fold_norms(read(model))
+        calibration = calibrate(teacher.model)
+        streams = find_streams(teacher.model, calibration, 32)[0]
+        narrower = narrow(teacher, streams, calibration).model
+        moments = narrow_calibration(calibration, streams, narrower).moments["lm_head"]
+        found.append((logits(model), logits(narrower), moments.inputs * (64 if scaled else 1)))
+    torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["t5", "untied"])
 def test_moments_are_those_of_the_narrower_model(name):
     """Measured again, where nothing is lost."""
     teacher = fold_norms(read(make_model(name)))
@@ -262,10 +278,12 @@ def test_budget_counts_from_the_teacher():
 )
 def test_other_ways_go_together(options):
     """The result still follows its teacher: its predictions are nearer than those for tokens of equal probability."""
-    found, light = divergence(make_model(), d_model=32, **options)
-    uniform = logits(make_model()).log_softmax(-1)
+    teacher = make_model(decoder_attention_heads=2)
+    found, light = divergence(teacher, d_model=32, **options)
+    uniform = logits(teacher).log_softmax(-1)
     entropy = -(uniform.exp() * uniform).sum(-1).mean().item()
     assert light.config.d_model == 32
+    assert light.config.head_dim_pattern.keys() <= {name.removeprefix("model.") for name, _ in light.named_modules()}
     assert found < torch.tensor(60.0).log().item() - entropy
 
 

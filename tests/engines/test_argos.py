@@ -11,6 +11,7 @@ from conversion.vocabulary.checkpoints import make_checkpoint
 from transformers import GenerationConfig, MarianTokenizer
 
 from lightformers_hf import export, translate
+from lightformers_hf.options import OptionError
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,14 @@ def test_languages_that_nothing_names(tmp_path):
         export(tmp_path / "marian", tmp_path / "out", to="argos")
     named = export(tmp_path / "marian", tmp_path / "out", to="argos", source_lang="de", target_lang="en")
     assert named.package == "translate-de_en-1_0.argosmodel"
+
+
+def test_what_argos_does_not_have_is_refused_or_named(marian, tmp_path, caplog):
+    search = GenerationConfig.from_pretrained(marian)
+    search.update(no_repeat_ngram_size=2, min_length=5)
+    search.save_pretrained(shutil.copytree(marian, tmp_path / "model"))
+    export(tmp_path / "model", tmp_path / "out", to="argos")
+    assert "model asks for no_repeat_ngram_size=2, min_length=5, which Argos Translate does not have" in caplog.text
+    (tmp_path / "text.txt").write_text("Ein Mann.")
+    with pytest.raises(OptionError, match="shortlist is given, but Argos Translate computes all tokens of the output"):
+        export(marian, tmp_path / "short", to="argos", shortlist=tmp_path / "text.txt")

@@ -1,6 +1,8 @@
 """An engine is one file of `engines/` and its name in `ENGINES`; nothing is imported to list them."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -48,6 +50,15 @@ def add_engine(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, f"{engines.__name__}.{name}", raising=False)
 
     return add
+
+
+def test_onnx_runtime_reports_nothing_about_its_user(tmp_path):
+    """It would send events, and keep the number of a device in the home folder."""
+    pytest.importorskip("onnxruntime")
+    variables = {name: value for name, value in os.environ.items() if name not in ("CI", "XDG_CACHE_HOME")}
+    program = "from lightformers_hf.engines import load_engine_file; load_engine_file('onnx')"
+    subprocess.run([sys.executable, "-c", program], env=variables | {"HOME": str(tmp_path)}, check=True)
+    assert not [*tmp_path.rglob("*onnxruntime*")]
 
 
 def test_a_new_engine_is_its_file_and_its_name(add_engine, tmp_path):

@@ -78,6 +78,8 @@ def test_the_page_translates_offline_with_its_spaces_and_lines(serve, chromium, 
             page.reload()
         assert read(page, f"{german}\n\n  {german}") == [f"{english}\n\n  {english}"] * 2
         assert page.title() == page.text_content("h1") == "German to English, on this device"
+        call = "import('./worker.js').then((worker) => worker.segments('P: A. B.\\nP: C', 'P: '))"
+        assert page.evaluate(call) == ["A. ", "B.", "\n", "C"]
     assert not errors
 
 
@@ -178,6 +180,15 @@ def test_the_decoder_of_a_page_reads_what_the_encoder_has(tiny_marian, tmp_path)
     share_weights(decoder.parent, "_quantized")
     assert decoder.stat().st_size < before
     assert onnxruntime.InferenceSession(str(decoder), providers=["CPUExecutionProvider"]).get_inputs()
+
+
+def test_a_cache_of_npm_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"failed: code \w+; .*file/cache.* npm's cache writable"):
+        web.vendor(tmp_path / "vendor")
 
 
 def test_a_page_without_npm_or_tokenizer_is_refused(tiny_marian, tmp_path, monkeypatch):

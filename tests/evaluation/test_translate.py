@@ -297,6 +297,12 @@ def test_a_code_of_the_target_language_stands_before_every_sentence_of_its_line(
     assert len(split.pieces) > 1
 
 
+def test_a_prefix_that_lines_begin_with_stands_there_once(loaded):
+    ids = [[[*text.ids.values()] for text in split_texts([text], loaded[1], 64, prefix="Ein Hund: ", split=True)]
+           for text in ("Ein Mann.\nZwei.", "Ein Hund: Ein Mann.\nEin Hund: Zwei.")]  # fmt: skip
+    assert ids[0] == ids[1]
+
+
 def test_a_model_without_languages_gets_whole_texts():
     (split,) = split_texts(["A first sentence. A second one."], word_tokenizer(["<unk>"], unk_token="<unk>"), 64)
     assert len(split.pieces) == 1

@@ -203,6 +203,9 @@ def _run_npm(arguments: Sequence[str], folder: Path) -> list[str]:
     limits = ["--loglevel=error", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]  # by default it waits a minute
     done = subprocess.run(["npm", *arguments, *limits], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[0]  # the last one names a log
-        raise ValueError(f"npm {' '.join(arguments)} failed: {reason}. The npm registry must be reachable")
+        lines = re.findall(r"^npm error (\w.*)", done.stderr, re.MULTILINE) or [done.stderr.strip() or "no message"]
+        reason = "; ".join(lines[:3])  # the cause: the last ones name a log
+        raise ValueError(
+            f"npm {' '.join(arguments)} failed: {reason}. The npm registry must be reachable, and npm's cache writable"
+        )
     return done.stdout.strip().splitlines()

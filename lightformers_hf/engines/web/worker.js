@@ -94,10 +94,14 @@ export async function openTokenizer(folder) {
   return opened;
 }
 
-export function segments(text) {
-  if (!Intl.Segmenter) return text.match(/[^.!?\n]*[.!?]*\s*/g).filter(Boolean);
-  const segmenter = new Intl.Segmenter(language, { granularity: "sentence" });
-  return text.split(/(\n+)/).flatMap((line) => [...segmenter.segment(line)].map(({ segment }) => segment));
+// The sentences of every line, without the prefix that a line begins with.
+export function segments(text, prefix) {
+  const segmenter = Intl.Segmenter && new Intl.Segmenter(language, { granularity: "sentence" });
+  return text.split(/(\n+)/).flatMap((line) => {
+    const rest = line.startsWith(prefix) ? line.slice(prefix.length) : line;
+    if (segmenter) return [...segmenter.segment(rest)].map(({ segment }) => segment);
+    return rest.match(/[^.!?]*[.!?]*\s*/g).filter(Boolean);
+  });
 }
 
 function fit(sentence, start) {
@@ -118,9 +122,8 @@ function fit(sentence, start) {
 
 async function translate(text) {
   let [translation, tokens, cut, seconds] = ["", 0, 0, 0];
-  if (text.startsWith(prefix)) text = text.slice(prefix.length);
   let start = prefix; // or the code of the target language before the line, >>spa<<, for each of its sentences
-  for (const segment of segments(text)) {
+  for (const segment of segments(text, prefix)) {
     let [, before, sentence, after] = segment.match(/^(\s*)([\s\S]*?)(\s*)$/);
     const code = sentence.match(/^(>>[^<>\s]+<<)\s*/);
     if (code && codes.has(code[1])) {
