@@ -114,6 +114,14 @@ class WeightedRows:
         """Σ w x, m."""
         return (self.roots[:, None] * self.rows).sum(0)
 
+    def mean(self) -> Tensor:
+        """Σ w x / Σ w, m; 0 if all weights are."""
+        return self.sum() / (self.count or 1.0)
+
+    def less(self, origin: Tensor) -> Tensor:
+        """√w (x − origin), tokens×m."""
+        return torch.addcmul(self.rows, self.roots[:, None], origin, value=-1)
+
 
 class Moments:
     """Sums over samples at one module, of weight w each; divided by `count`, those of the inputs x are means."""
@@ -225,22 +233,28 @@ class PairMoments:
     """Means and second moments of pairs of rows, m and n wide, each pair of some weight, in double precision.
 
     Until `divide` they are sums, the products in float32; if both of a pair are the same rows, only the lower half.
+    Products are of rows less the mean of the first ones: otherwise rounding would exceed a small covariance.
     """
 
     def __init__(self, m: int, n: int, device: torch.device):
         self.count, self.symmetric = 0.0, False
         self.left, self.right = (torch.zeros(size, dtype=torch.float64, device=device) for size in (m, n))
+        self.origins = self.left.float(), self.right.float()
         self.product = torch.zeros(m, n, device=device)
 
     def add(self, left: WeightedRows, right: WeightedRows) -> None:
         self.symmetric = left is right
+        if not self.count:
+            self.origins = left.mean(), right.mean()
         self.count += left.count
         self.left += left.sum()
         self.right += right.sum()
+        first, second = self.origins
+        rows = left.less(first)
         if self.symmetric:
-            add_gram(self.product, left.rows)
+            add_gram(self.product, rows)
         else:
-            self.product.addmm_(left.rows.T, right.rows)
+            self.product.addmm_(rows.T, right.less(second))
 
     def divide(self) -> None:
         """Fill the upper half where only the lower one was computed, and make means of the sums."""
@@ -252,7 +266,9 @@ class PairMoments:
 
     def moment(self, *, centred: bool) -> Tensor:
         """The covariance, or the second moment, m×n."""
-        return self.product - torch.outer(self.left, self.right) if centred else self.product
+        first, second = self.origins
+        covariance = self.product - torch.outer(self.left - first, self.right - second)
+        return covariance if centred else covariance + torch.outer(self.left, self.right)
 
 
 @dataclass(frozen=True, eq=False)

@@ -197,6 +197,25 @@ def test_layers_that_do_nothing_are_not_missed(stacks, rank):
         torch.testing.assert_close(shorter(**batch).logits[kept], teacher(**batch).logits[kept], atol=1e-3, rtol=1e-3)
 
 
+def test_layers_stay_where_all_inputs_are_equal():
+    """A teacher that ends every output at once shows one input of its decoder: other inputs give what they gave."""
+    teacher, depths = make_teacher(normalize_before=True), {"encoder": [0, 1, 2], "decoder": [1, 2]}
+    for name, weight in teacher.model.decoder.layers[0].named_parameters():
+        if "out_proj" in name or "fc2" in name:
+            weight.zero_()
+    shorter = shorten(teacher, **depths)
+    batches = [
+        {name: part[:, :1] if name == "labels" else part for name, part in batch.items()} for batch in make_batches()
+    ]
+    ends = [batch | {"decoder_input_ids": torch.full_like(batch["labels"], 5)} for batch in 40 * batches]
+    bridge(shorter, teacher, depths, ends)
+    for name, weight in shorter.named_parameters():
+        if "decoder.layers.0.self_attn" in name and "weight" in name:
+            torch.testing.assert_close(
+                weight, teacher.get_parameter(name.replace("layers.0", "layers.1")), atol=2e-3, rtol=0.01
+            )
+
+
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 def test_a_bridged_teacher_is_left_as_it_was(stack):
     """Its tensors are those of its file."""
