@@ -159,7 +159,7 @@ def test_a_shortlist_of_another_model_is_refused(tiny_marian, text, tmp_path, to
     [
         ('{"fr": "Bonjour"}\n', "has no column 'de': it has 'fr'; give source_lang"),
         ('{"de": "Hund", "en": "dog"}\n' * 3, "holds 3 sentences: give thousands"),
-        ('{"de": "", "en": "dog"}\n' * 9, "holds 0 sentences"),
+        ('{"de": "", "en": "dog"}\n' * 9, "'de' is empty in every row"),
         ("", "holds no rows"),
     ],
 )
