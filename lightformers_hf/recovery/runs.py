@@ -382,7 +382,8 @@ class Clock(TrainerCallback):
 # --- Settings that follow from how far a model was compressed, how wide it is, and the time
 
 # From this ratio on, a model needs large steps, however few, and also learned more from its teacher's translations
-# (measured with version 0.1). So does a model with fewer features than its teacher.
+# (measured with version 0.1). From them a model with fewer features learns more at lower ratios, too: it can't learn
+# from its teacher's hidden states.
 FAR = 5.0
 # As far is a model with less than this share of its teacher's chrF, as after removing layers: converted models kept
 # 0.9 at ratio 4, and 0.8 at 6. If the teacher's translations are the references, they kept 0.70 and 0.6.
