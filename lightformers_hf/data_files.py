@@ -15,6 +15,7 @@ from .options import OptionError
 
 logger = logging.getLogger(__name__)
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+SOUNDS = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")
 # Words in names of files and folders, as the datasets library knows them.
 SPLITS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 HUB_NAME = re.compile(r"(\w[\w.-]*(/\w[\w.-]*)?)?(:.*)?")  # of a dataset and its configuration
@@ -36,6 +37,28 @@ def is_file_name(data: str) -> bool:
     return os.path.exists(os.path.expanduser(data)) or known or not HUB_NAME.fullmatch(data)
 
 
+def is_sound(data: str) -> bool:
+    """Whether `data` names sound: a file, a pattern, a folder that holds sound files, or several of them."""
+    path = os.path.expanduser(data)
+    if os.path.isdir(path):
+        return any(file.suffix.lower() in SOUNDS for file in visible_files(path))
+    if "," in data and not os.path.exists(path):
+        return bool(parts := split_names(data)) and all(map(is_sound, parts))
+    return Path(path).suffix.lower() in SOUNDS
+
+
+def visible_files(folder: str | os.PathLike) -> list[Path]:
+    """The files in a folder and its subfolders, in the order of their names, without hidden ones."""
+    files = (file for file in sorted(Path(folder).rglob("*")) if file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+
+
+def split_names(data: str) -> list[str]:
+    """Names that stand between commas; none where one is empty."""
+    parts = [part.strip() for part in data.split(",")]
+    return parts if all(parts) else []
+
+
 def split_of(name: str) -> str:
     """The split that the name of a file or of one of its folders contains as a word, otherwise ""."""
     found = (split for split, words in SPLITS.items() if re.search(rf"(?<![^\W\d_])({words})(?![^\W\d_])", name))
@@ -54,8 +77,8 @@ def find_files(data: str) -> list[str] | None:
     """
     path = os.path.expanduser(data)
     if os.path.isdir(path):
-        inside = [file.relative_to(path) for file in sorted(Path(path).rglob("*")) if file.is_file()]
-        visible = [file for file in inside if not any(part.startswith((".", "_")) for part in file.parts)]
+        inside = [file.relative_to(path) for file in visible_files(path)]
+        visible = [file for file in inside if not any(part.startswith("_") for part in file.parts)]
         known = [file for file in visible if suffix_of(file) in (*SUFFIXES, ".txt")]
         # The datasets library writes results of `map` beside the data.
         found = [file for file in known if not re.fullmatch(r"cache-.*\.arrow", file.name)]
@@ -73,8 +96,7 @@ def find_files(data: str) -> list[str] | None:
         return [path]
     if not is_file_name(data):
         return None
-    parts = [part.strip() for part in data.split(",")] if "," in data else []
-    if parts and all(parts):
+    if "," in data and (parts := split_names(data)):
         return [file for part in parts for file in find_files(part) or [part]]
     if files := sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)):
         return files

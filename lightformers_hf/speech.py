@@ -5,6 +5,7 @@ soundfile decodes (WAV, FLAC, OGG, MP3 …) and is imported when something is re
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import math
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .data_files import is_file_name
+from .data_files import SOUNDS, is_file_name, split_names, visible_files
 from .files import write_json
 from .text import load_rows
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import FeatureExtractionMixin, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 RATE = 16_000  # samples of a second, of all models
-SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")
+TABLES = tuple(f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet"))
 TRANSCRIPTS = ("text", "transcription", "transcript", "sentence", "normalized_text")
 FILES = ("file_name", "audio", "file", "path")
 # Sound of this power, relative to the loudest parts of a piece, is silence; so is that of all pieces below the second.
@@ -74,12 +75,6 @@ class Sound:
         return wave
 
 
-def is_sound(data: str) -> bool:
-    """Whether data is a folder or a sound file."""
-    path = Path(os.path.expanduser(data))
-    return path.is_dir() or path.suffix.lower() in SUFFIXES
-
-
 def find_sounds(data: str, *, column: str | None = None, split: str = "train") -> list[Sound]:
     """Return the sounds of a folder, of a table of files, of a data set with a column of sound, or of one file.
 
@@ -94,16 +89,16 @@ def find_sounds(data: str, *, column: str | None = None, split: str = "train") -
         ValueError: no sound, or no such column.
     """
     path = Path(os.path.expanduser(data))
-    if path.is_file() and path.suffix.lower() in SUFFIXES:
+    if not os.path.exists(path) and is_file_name(data):
+        names = split_names(data) if "," in data else sorted(glob.glob(str(path), recursive=True))
+        if names:
+            return _distinct([sound for name in names for sound in find_sounds(name, column=column, split=split)])
+    if path.is_file() and path.suffix.lower() in SOUNDS:
         return [Sound(path.name, path)]
     if path.is_dir():
-        tables = [path / f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet")]
-        table = next((file for file in tables if file.is_file()), None)
+        table = next((path / name for name in TABLES if (path / name).is_file()), None)
         if table is None:
-            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
-            if not found:
-                raise ValueError(f"{data} holds no sound: expected files such as {', '.join(SUFFIXES[:5])}")
-            return [Sound(str(file.relative_to(path)), file) for file in found]
+            return _find_in_subfolders(path, column)
         data, path = str(table), table
     rows = load_rows(data, split=split)
     names = [name for name in FILES if name in rows.column_names]
@@ -119,7 +114,23 @@ def find_sounds(data: str, *, column: str | None = None, split: str = "train") -
     folder = path.parent if is_file_name(data) else Path()
     texts = rows[column] if column else [None] * len(rows)
     sounds = [_sound(value, text, folder, data) for value, text in zip(rows[names[0]], texts, strict=True)]
-    counts = Counter(sound.name for sound in sounds)  # sounds made of arrays have none, and folders equal ones
+    return _distinct(sounds)
+
+
+def _find_in_subfolders(folder: Path, column: str | None) -> list[Sound]:
+    """The sounds of a folder without a table, with the transcripts of the tables that its subfolders have."""
+    files = visible_files(folder)
+    tables = sorted({file.parent for file in files if file.name in TABLES})
+    known = {sound.content: sound for inner in tables for sound in find_sounds(str(inner), column=column)}
+    inside = [file for file in files if file.suffix.lower() in SOUNDS]
+    if not inside:
+        raise ValueError(f"{folder} holds no sound: expected files such as {', '.join(SOUNDS[:5])}")
+    return [replace(known.get(file, Sound("", file)), name=str(file.relative_to(folder))) for file in inside]
+
+
+def _distinct(sounds: list[Sound]) -> list[Sound]:
+    """Sounds with their rows in names that several have: sounds made of arrays have none, and folders equal ones."""
+    counts = Counter(sound.name for sound in sounds)
     return [
         sound if counts[sound.name] == 1 else replace(sound, name=f"{sound.name} (row {row})")
         for row, sound in enumerate(sounds, 1)

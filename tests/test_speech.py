@@ -8,6 +8,7 @@ import pytest
 import soundfile
 from speech import RATE, sound, texts, write_speech
 
+from lightformers_hf.data_files import is_sound
 from lightformers_hf.speech import Sound, cut_pieces, find_sounds, find_speech
 
 
@@ -50,6 +51,27 @@ def test_layouts_hold_the_same_sounds(tmp_path):
         assert [one.text for one in found] == ([None] * number if "bare" in str(place) else sentences)
         for one, text in zip(found, sentences, strict=False):
             np.testing.assert_allclose(one.read(), sound(text), atol=1e-4)
+
+
+def test_folders_of_folders_and_several_names_hold_the_same_sounds(tmp_path):
+    sentences = texts(4)
+    write_speech(tmp_path / "all" / "first", sentences[:2])
+    write_speech(tmp_path / "all" / "second", sentences[2:])
+    write_speech(tmp_path / "all" / "without", sentences[:1], transcribed=False)
+    (tmp_path / "all" / "first" / "._000.flac").write_bytes(b"what macOS writes beside a file")
+    names = [f"{part}/00{number}.flac" for part in ("first", "second") for number in range(2)] + ["without/000.flac"]
+    found = find_sounds(str(tmp_path / "all"))
+    assert [(sound.name, sound.text) for sound in found] == list(zip(names, [*sentences, None], strict=True))
+    both = f"{tmp_path / 'all' / 'first'}, {tmp_path / 'all' / 'second'}"
+    assert [sound.text for sound in find_sounds(both)] == sentences
+    assert len({sound.name for sound in find_sounds(both)}) == 4
+    pattern = f"{tmp_path}/all/*/*.flac"
+    assert [sound.content for sound in find_sounds(pattern)] == [tmp_path / "all" / name for name in names]
+    for data in (tmp_path / "all", both, pattern, tmp_path / "all" / "first" / "000.flac"):
+        assert is_sound(str(data))
+    (tmp_path / "empty").mkdir()
+    for data in (tmp_path / "empty", "first,", "Ein Hund läuft. " * 50):
+        assert not is_sound(str(data))
 
 
 def test_silence_is_found_and_long_sound_cut(tmp_path, wave):

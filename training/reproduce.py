@@ -86,6 +86,12 @@ PAIRS = ("--calibration", "inputs/multi30k/train.jsonl", *LANGUAGES)
 TRAINING = ("--data", "inputs/multi30k/train.jsonl", "--validation", "inputs/multi30k/validation.jsonl", *LANGUAGES,
             "--minutes", 20)  # fmt: skip
 GREEDY = ("--num-beams", "1", "--no-speed")
+WORDS = ("--source-lang", "word", "--target-lang", "phonemes")
+PUBLIC = {  # {checkpoint: (folder of its pairs, the part that scores it, their columns)}
+    "g2p-us": ("g2p", "validation", *WORDS),
+    "g2p-gb": ("g2p-british", "test", *WORDS),
+    "annalog": ("molecules", "validation", "--source-lang", "src", "--target-lang", "tgt"),
+}
 
 
 def download_multi30k(folder: Path) -> None:
@@ -144,6 +150,29 @@ INPUTS = {
         {
             "train.jsonl": "0007e872f3c55b394aee43fb9d35b8a34f9bca1c170a301242e9a4b222626dd5",
             "validation.jsonl": "a780016534c095468b9da73f2982559eae7fb69e3f4af410b4f4e907035d1b02",
+        },
+    ),
+    "g2p-gb": Input(
+        "PeterReid/graphemes_to_phonemes_en_gb of the Hub (Apache-2.0), as g2p-us",
+        {"model.safetensors": "225762bc45784acbbbaa413f0b7610cb6a46b36352714ba3a6743f8fb53561a5"},
+    ),
+    "g2p-british": Input(
+        "British words and phonemes of the lexicons of misaki (Apache-2.0), drawn at random; which of them g2p-gb has "
+        "seen is not known",
+        {
+            "train.jsonl": "26cf15b24d7292ac5f30e540fe89695aa538593f02dd7cdfcd354aed432b6c49",
+            "test.jsonl": "c63e0f72ef397318aa87f170050cae0f8690a715a436bf206b6724cab5ba7b74",
+        },
+    ),
+    "annalog": Input(
+        "the Transformer of the package annalog 1.0.6 (MIT), from SMILES to SMILES, as a LightFormer without factors",
+        {"model.safetensors": "5b5c549a90b99f9ed54081ddc56ceefbf85630f81a9d13fa11e79753f930360c"},
+    ),
+    "molecules": Input(
+        "SMILES of ChEMBL 30 (CC BY-SA 3.0) and what annalog makes of them, greedy",
+        {
+            "train.jsonl": "1fe09ec5d302f7b0c6c1454078a501e154596e7a6457f3635442899cd906a2be",
+            "validation.jsonl": "57c90f8d53901453666118f844d112bc405c9b8a9acdd8e416199a8752fb6760",
         },
     ),
     "whisper-tiny.en": Input(
@@ -283,24 +312,25 @@ def converted(lab: Lab) -> Rows:
 
 
 def confident(lab: Lab) -> Rows:
-    """A public checkpoint that was trained without label smoothing, at ratios 2 to 4; one of them trained."""
-    languages = ("--source-lang", "word", "--target-lang", "phonemes")
+    """Three public checkpoints, trained without label smoothing, at ratios 2 to 4; each trained at ratio 3."""
+    for teacher, (data, test, *languages) in PUBLIC.items():
+        pairs = f"inputs/{data}/train.jsonl"
+        options = (*languages, *GREEDY, "--metric", "exact-match", "--metric", "cer")
 
-    def scores(model: str) -> dict[str, float]:
-        return lab.score(model, "g2p-us", "g2p/validation.jsonl", *languages, *GREEDY, "--metric", "exact-match",
-                         "--metric", "cer")  # fmt: skip
+        def score(model: str, *, teacher: str = teacher, test: str = f"{data}/{test}.jsonl", options=options) -> dict:
+            return {"teacher": teacher, **lab.score(model, teacher, test, *options)}
 
-    yield {"model": "teacher", "ratio": 1, **scores("inputs/g2p-us")}
-    for ratio in (2, 3, 4):
-        for text in ("pairs", "own"):
-            name = f"confident/{ratio}-{text}"
-            given = ["--calibration", "inputs/g2p/train.jsonl", "--calibration-samples", 1000, *languages]
-            report = lab.convert("g2p-us", name, "--ratio", ratio, *(given if text == "pairs" else []))
-            yield {"model": text, "ratio": ratio, **figures(report), **scores(name)}
-    name = "confident/3-recovered"
-    lab.run(name, "recover", "confident/3-pairs", name, "--teacher", "inputs/g2p-us", "--data",
-            "inputs/g2p/train.jsonl", *languages, "--minutes", 10, "--overwrite")  # fmt: skip
-    yield {"model": "recovered", "ratio": 3, **scores(name)}
+        yield {"model": "teacher", "ratio": 1, **score(f"inputs/{teacher}")}
+        for ratio in (2, 3, 4):
+            for text in ("pairs", "own"):
+                name = f"confident/{teacher}-{ratio}-{text}"
+                given = ("--calibration", pairs, "--calibration-samples", 1000, *languages)
+                report = lab.convert(teacher, name, "--ratio", ratio, *(given if text == "pairs" else ()))
+                yield {"model": text, "ratio": ratio, **figures(report), **score(name)}
+        start, name = f"confident/{teacher}-3-pairs", f"confident/{teacher}-3-recovered"
+        lab.run(name, "recover", start, name, "--teacher", f"inputs/{teacher}", "--data", pairs, *languages,
+                "--minutes", 10, "--overwrite")  # fmt: skip
+        yield {"model": "recovered", "ratio": 3, **score(name)}
 
 
 def deploy(lab: Lab, model: str, engine: str, quantization: str) -> dict[str, object]:
@@ -566,7 +596,7 @@ def scale(lab: Lab) -> Rows:
 
 EXPERIMENTS = {
     "converted": Experiment(converted, ("multi30k", "multi30k-de-en"), 25),
-    "confident": Experiment(confident, ("g2p", "g2p-us"), 25),
+    "confident": Experiment(confident, (*PUBLIC, *(data for data, *_ in PUBLIC.values())), 75),
     "recovered": Experiment(recovered, ("multi30k", "multi30k-de-en"), 70, (0, 1)),
     "alternatives": Experiment(alternatives, ("multi30k", "multi30k-de-en"), 50),
     "ablations": Experiment(ablations, ("multi30k", "multi30k-de-en"), 15),

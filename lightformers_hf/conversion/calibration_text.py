@@ -3,6 +3,9 @@
 Random sources are tokens drawn one by one with the frequencies of the tokenizer; targets are the teacher's
 translations. That is no language, yet layers get inputs, and losses gradients, much like those of sentences. Teachers
 with task prefixes (T5) get all their prefixes in turn.
+
+A teacher that writes the language that it reads, such as a summarizer, can do better: its outputs for random tokens
+are nearer to sentences, and become the sources.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import sentencepiece
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -31,12 +35,13 @@ from ..corpus import Corpus
 from ..decoding import repeated_start
 from ..languages import add_prefix, find_prefixes
 from ..loading import generate_tokens, position_limit
+from ..models.pipelines import is_translator
 from ..options import OptionError
 from ..text import tokenize_pairs
 from ..vocabularies import read_vocabularies
 from .options import CompressionOptions, StudyOptions
-from .sensitivity import Batch, cut_batches, join_batches
-from .workers import AT_ONCE, Step, cast_weights, fast_products, map_in_threads
+from .sensitivity import Batch, cut_batches, join_batches, predicted_mask, target_states
+from .workers import AT_ONCE, Step, cast_weights, fast_passes, fast_products, map_in_threads
 
 if TYPE_CHECKING:  # self-generated text needs none of it
     from datasets import Dataset
@@ -56,6 +61,9 @@ LONGEST = 512
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
 FURTHER = 4  # so many times as many further sources are generated for the joint fit
+# A teacher writes what it reads if its outputs, read again, leave it at most this share as uncertain as random tokens.
+# About so many texts show it, and this share of its outputs is distinct, at least.
+NATIVE, PROBED, DISTINCT = 0.5, 128, 0.5
 FITTED = 0.25  # the work for a token in a pass of the joint fit, beside that for one of the calibration
 # Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
 TOKEN_RULES = (
@@ -260,7 +268,10 @@ def _open(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options:
 
 
 def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | None, seed: int) -> list[Batch]:
-    """Batches as `Calibration` takes them, from the teacher alone."""
+    """Batches as `Calibration` takes them, from the teacher alone.
+
+    Their sources are random tokens, or the teacher's outputs for them if it writes the language that it reads.
+    """
     tokenizer, limit = teacher.tokenizer, positions_of(model.config)
     number, size = (samples, BATCH) if samples else default_sources(model)
     sources = random_sources(tokenizer, model.config, number, seed, name=teacher.name)
@@ -281,7 +292,30 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
         inputs = pad_sequence(ids, batch_first=True, padding_value=model.config.pad_token_id)
         return inputs, pad_sequence([torch.ones_like(some) for some in ids], batch_first=True)
 
-    return _with_targets("making text", model, teacher, map(pad, shares), most)
+    made = _with_targets("making text", model, teacher, map(pad, shares), most)
+    if tokenizer is None or any(is_translator(tokenizer, prefix) for prefix in prefixes):
+        return made
+    ids = [row[row >= 0].tolist() for batch in made for row in batch["labels"]]
+    written = [text for text in tokenizer.batch_decode(ids, skip_special_tokens=True) if text.strip()]
+    if not written or len(set(written)) < DISTINCT * number:
+        return made
+    texts = [prefix + text for prefix, text in zip(cycle(prefixes), written, strict=False)]
+    probes = translated_batches(model, teacher, texts[:: max(1, len(texts) // PROBED)])
+    if uncertainty(model, probes) > NATIVE * uncertainty(model, made):
+        return made
+    return translated_batches(model, teacher, texts)
+
+
+@torch.no_grad()
+def uncertainty(model: PreTrainedModel, batches: Sequence[Batch]) -> float:
+    """The mean of -log p of target tokens in nats, by the model."""
+    total, count = 0.0, 0
+    with fast_passes(model.device):
+        for batch in batches:
+            labels = batch["labels"][predicted_mask(batch)].to(model.device)
+            total += F.cross_entropy(model.logits_of(target_states(model, batch)), labels, reduction="sum").item()
+            count += len(labels)
+    return total / max(1, count)
 
 
 def default_sources(model: PreTrainedModel) -> tuple[int, int]:

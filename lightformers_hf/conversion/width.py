@@ -45,7 +45,10 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
         raise OptionError("d_model", f" is {asked}, but {obstacle}")
     d, name = teacher.config.d_model, teacher.name
     unit, text = math.gcd(d, UNIT), str(asked)
-    width = max(unit, int(d * float(text[:-1]) / 100) // unit * unit) if text.endswith("%") else int(text)
+    share = float(text[:-1]) / 100 if text.endswith("%") else None
+    width = int(text) if share is None else max(unit, int(d * share) // unit * unit)
+    if share is not None and share < 1 and width == d:
+        raise OptionError("d_model", f" is {asked}, but engines need {unit} features, and {name} has {d}: remove it")
     if width > d:
         raise OptionError("d_model", f" is {asked}, but {name} has {d} features: give {d} at most")
     if width % unit:

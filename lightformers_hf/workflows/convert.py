@@ -17,14 +17,13 @@ from ..conversion.convert import compress, finish, write
 from ..conversion.options import CompressionOptions, StudyOptions, resolve_study
 from ..conversion.report import CompressionReport, Plan
 from ..conversion.workers import share_cores
-from ..data_files import find_files
+from ..data_files import find_files, is_sound
 from ..files import atomic_output, check_output
 from ..hub import check_push, push_folder
 from ..in_memory import given_folders, model_name
 from ..loading import hide_bars, resolve_source
 from ..options import OptionError, takes, values_of
 from ..processors import usual_settings
-from ..speech import is_sound
 
 
 @takes(PlanArguments)

@@ -23,6 +23,7 @@ from lightformers_hf.conversion.calibration_text import (
     sample_pairs,
     synthetic_batches,
     translated_batches,
+    uncertainty,
 )
 from lightformers_hf.conversion.options import CompressionOptions, StudyOptions
 from lightformers_hf.processors import use_threads
@@ -206,3 +207,33 @@ def test_the_end_of_an_output_is_learned_also_where_it_is_the_padding(tiny_maria
         text = [token for token in row if token != -100]
         assert text.index(end) == len(text) - 1
         assert row == text + [-100] * (len(row) - len(text))
+
+
+def saved(family, folder):
+    make_checkpoint(family, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("family", "share"), [("bart", 1e9), ("bart", 0.0), ("marian", 1e9)])
+def test_a_teacher_that_writes_what_it_reads_makes_its_sources(family, share, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "NATIVE", 0.0)
+    monkeypatch.setattr(module, "DISTINCT", 0.0)
+    teacher = read(saved(family, tmp_path / "teacher"))
+    tokenizer = teacher.tokenizer
+    before = synthetic_batches(teacher.model, teacher, 40, 0)
+    monkeypatch.setattr(module, "NATIVE", share)
+    found = synthetic_batches(teacher.model, teacher, 40, 0)
+    sides = [
+        [tokenizer.decode(row[row >= 0], skip_special_tokens=True) for batch in batches for row in batch[name]]
+        for name, batches in (("labels", before), ("input_ids", found), ("input_ids", before))
+    ]
+    written, read_again, drawn = (sorted(text.strip() for text in side if text.strip()) for side in sides)
+    assert read_again == (written if family == "bart" and share else drawn)
+    assert written != drawn
+
+
+def test_uncertainty_is_the_mean_loss_of_the_targets(teacher):
+    (batch,) = synthetic_batches(teacher.model, teacher, 8, 0)
+    with torch.no_grad():
+        loss = teacher.model(**batch).loss.item()
+    assert uncertainty(teacher.model, [batch, batch]) == pytest.approx(loss, rel=1e-4)
