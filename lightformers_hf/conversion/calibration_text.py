@@ -61,9 +61,9 @@ LONGEST = 512
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
 FURTHER = 4  # so many times as many further sources are generated for the joint fit
-# A teacher writes what it reads if its outputs, read again, leave it at most this share as uncertain as random tokens.
-# About so many texts show it, and this share of its outputs is distinct, at least.
-NATIVE, PROBED, DISTINCT = 0.5, 128, 0.5
+# A teacher writes the language that it reads if its outputs for random tokens have this share of their tokens, at least,
+# and leave it, if it reads about so many of them, this share as uncertain, at most. Enough of them must be distinct.
+COPIED, PROBED, NATIVE, DISTINCT = 0.4, 128, 0.5, 0.5
 FITTED = 0.25  # the work for a token in a pass of the joint fit, beside that for one of the calibration
 # Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
 TOKEN_RULES = (
@@ -293,7 +293,8 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
         return inputs, pad_sequence([torch.ones_like(some) for some in ids], batch_first=True)
 
     made = _with_targets("making text", model, teacher, map(pad, shares), most)
-    if tokenizer is None or any(is_translator(tokenizer, prefix) for prefix in prefixes):
+    is_known = tokenizer is None or any(is_translator(tokenizer, prefix) for prefix in prefixes)
+    if is_known or copied(made) < COPIED:
         return made
     ids = [row[row >= 0].tolist() for batch in made for row in batch["labels"]]
     written = [text for text in tokenizer.batch_decode(ids, skip_special_tokens=True) if text.strip()]
@@ -304,6 +305,18 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
     if uncertainty(model, probes) > NATIVE * uncertainty(model, made):
         return made
     return translated_batches(model, teacher, texts)
+
+
+def copied(batches: Sequence[Batch]) -> float:
+    """The share of target tokens that their source has, too."""
+    found = [
+        token in source
+        for batch in batches
+        for source, row in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+        for token in row
+        if token >= 0
+    ]
+    return fmean(found) if found else 0.0
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from lightformers_hf.checkpoints.teacher import read
 from lightformers_hf.conversion import calibration_text as module
 from lightformers_hf.conversion.calibration_text import (
+    copied,
     draw_pairs,
     further_text,
     mean_tokens,
@@ -218,6 +219,7 @@ def saved(family, folder):
 def test_a_teacher_that_writes_what_it_reads_makes_its_sources(family, share, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "NATIVE", 0.0)
     monkeypatch.setattr(module, "DISTINCT", 0.0)
+    monkeypatch.setattr(module, "COPIED", 0.0)
     teacher = read(saved(family, tmp_path / "teacher"))
     tokenizer = teacher.tokenizer
     before = synthetic_batches(teacher.model, teacher, 40, 0)
@@ -230,6 +232,12 @@ def test_a_teacher_that_writes_what_it_reads_makes_its_sources(family, share, tm
     written, read_again, drawn = (sorted(text.strip() for text in side if text.strip()) for side in sides)
     assert read_again == (written if family == "bart" and share else drawn)
     assert written != drawn
+
+
+def test_copied_tokens_are_those_of_the_same_source():
+    batch = {"input_ids": torch.tensor([[5, 6, 2], [7, 8, 2]]), "labels": torch.tensor([[6, 7, 2], [9, 2, -100]])}
+    assert copied([batch]) == 3 / 5
+    assert copied([]) == 0
 
 
 def test_uncertainty_is_the_mean_loss_of_the_targets(teacher):
