@@ -61,8 +61,8 @@ LONGEST = 512
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
 FURTHER = 4  # so many times as many further sources are generated for the joint fit
-# A teacher writes the language that it reads if its outputs for random tokens have at least this share of their tokens.
-# If it reads about so many of them, they leave it at most this share as uncertain. Enough must be distinct.
+# A teacher writes the language that it reads if its outputs for random tokens keep at least this share of them, and if,
+# when it reads about so many outputs, it is at most this share as uncertain. Enough outputs must be distinct.
 COPIED, PROBED, NATIVE, DISTINCT = 0.4, 128, 0.5, 0.5
 FITTED = 0.25  # the work for a token in a pass of the joint fit, beside that for one of the calibration
 # Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
