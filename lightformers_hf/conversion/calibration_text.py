@@ -61,9 +61,9 @@ LONGEST = 512
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
 FURTHER = 4  # so many times as many further sources are generated for the joint fit
-# A teacher writes the language that it reads if its outputs for random tokens keep at least this share of them, and if,
-# when it reads about so many outputs, it is at most this share as uncertain. Enough outputs must be distinct.
-COPIED, PROBED, NATIVE, DISTINCT = 0.4, 128, 0.5, 0.5
+# A teacher writes the language that it reads if its outputs for random tokens have at least this share of them, and if
+# it is at most so many times as uncertain where it reads about so many outputs. Enough outputs must be distinct.
+COPIED, NATIVE, PROBED, DISTINCT = 0.4, 0.5, 128, 0.5
 FITTED = 0.25  # the work for a token in a pass of the joint fit, beside that for one of the calibration
 # Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
 TOKEN_RULES = (
@@ -293,8 +293,7 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
         return inputs, pad_sequence([torch.ones_like(some) for some in ids], batch_first=True)
 
     made = _with_targets("making text", model, teacher, map(pad, shares), most)
-    is_known = tokenizer is None or any(is_translator(tokenizer, prefix) for prefix in prefixes)
-    if is_known or copied(made) < COPIED:
+    if tokenizer is None or any(is_translator(tokenizer, prefix) for prefix in prefixes) or copied(made) < COPIED:
         return made
     ids = [row[row >= 0].tolist() for batch in made for row in batch["labels"]]
     written = [text for text in tokenizer.batch_decode(ids, skip_special_tokens=True) if text.strip()]
