@@ -10,24 +10,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, TypeGuard
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import FeatureExtractionMixin, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from .files import REPORT_FILE, write_json
 from .loading import hide_bars, save_all
 from .processors import usual_settings
+from .speech import save_extractor
 
 # A folder, a name on the Hub, or a loaded model.
 AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
+# What a loaded model reads with: the processor is that of a model for speech.
+AnyTokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 
 @contextmanager
-def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel) -> Iterator[list[str]]:
+def on_disk(tokenizer: AnyTokenizer | None, *models: AnyModel) -> Iterator[list[str]]:
     """Give folders or Hub names of models; those that are loaded are in a temporary folder while the block runs.
 
     `tokenizer` is that of the loaded models. Raises `ValueError` if one of the two is missing, and for other objects.
     Inside, transformers shows no bar, and PyTorch has its usual settings.
     """
     check_tokenizer_of(tokenizer, *models)
+    tokenizer, extractor = split_processor(tokenizer)
     paths = []
     with usual_settings(), hide_bars(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number, model in enumerate(models):
@@ -37,15 +41,17 @@ def on_disk(tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel) -> Ite
             path = Path(folder, str(number), model_name(model).rpartition("/")[2])
             save_all(model, path)
             tokenizer.save_pretrained(path)
+            if hasattr(model.config, "num_mel_bins"):
+                if extractor is None:
+                    raise lacks_processor()
+                save_extractor(extractor, tokenizer, path)
             if report := getattr(model, "compression_report", None):
                 write_json(report.to_dict(), path / REPORT_FILE)
             paths.append(str(path))
         yield paths
 
 
-def check_tokenizer_of(
-    tokenizer: PreTrainedTokenizerBase | None, *models: AnyModel | None, optional: bool = False
-) -> None:
+def check_tokenizer_of(tokenizer: AnyTokenizer | None, *models: AnyModel | None, optional: bool = False) -> None:
     """Raise `ValueError` if models are loaded and their tokenizer is not, or the other way round.
 
     `optional`: loaded models may lack a tokenizer.
@@ -53,14 +59,32 @@ def check_tokenizer_of(
     loaded = any(model is not None and is_loaded(model) for model in models)
     if tokenizer is not None and not loaded:
         raise ValueError("tokenizer is given, but no loaded model: remove tokenizer, a checkpoint has its own")
-    if loaded and not (isinstance(tokenizer, PreTrainedTokenizerBase) or (optional and tokenizer is None)):
+    found, _ = split_processor(tokenizer)
+    if loaded and not (isinstance(found, PreTrainedTokenizerBase) or (optional and tokenizer is None)):
         raise lacks_tokenizer(tokenizer)
+
+
+def split_processor(
+    given: AnyTokenizer | None,
+) -> tuple[PreTrainedTokenizerBase | None, FeatureExtractionMixin | None]:
+    """Return a tokenizer, and the feature extractor beside it in a processor."""
+    if isinstance(given, ProcessorMixin):
+        return getattr(given, "tokenizer", None), getattr(given, "feature_extractor", None)
+    return given, None
 
 
 def lacks_tokenizer(given: object = None) -> ValueError:
     """The error where a loaded model comes without its loaded tokenizer."""
     found = "missing" if given is None else f"a {type(given).__name__}"
     return ValueError(f"model is loaded, but tokenizer is {found}: give tokenizer, the model's loaded one, too")
+
+
+def lacks_processor() -> ValueError:
+    """The error where a loaded model for speech comes without its feature extractor."""
+    return ValueError(
+        "the loaded model is for speech, and lacks its feature extractor: give tokenizer, its processor "
+        "(AutoProcessor.from_pretrained)"
+    )
 
 
 def is_loaded(model: AnyModel) -> TypeGuard[PreTrainedModel]:

@@ -29,7 +29,16 @@ from transformers import (
 
 from .. import models
 from ..files import check_folder, shorten_list
-from ..in_memory import AnyModel, check_tokenizer_of, is_loaded, lacks_tokenizer, model_name
+from ..in_memory import (
+    AnyModel,
+    AnyTokenizer,
+    check_tokenizer_of,
+    is_loaded,
+    lacks_processor,
+    lacks_tokenizer,
+    model_name,
+    split_processor,
+)
 from ..languages import keep_prefix, set_language_codes
 from ..loading import (
     DAMAGED,
@@ -99,7 +108,7 @@ class Teacher:
     def need_extractor(self) -> FeatureExtractionMixin:
         """The feature extractor. Raises `ValueError` if there is none, or that of another model."""
         if self.feature_extractor is None:
-            raise no_extractor(self.name)
+            raise no_extractor(self.name) if self.folder else lacks_processor()
         check_extractor(self.feature_extractor, self.config, self.name)
         return self.feature_extractor
 
@@ -112,14 +121,14 @@ class Teacher:
 
 def read(
     source: AnyModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: AnyTokenizer | None = None,
     languages: tuple[str | None, str | None] = (None, None),
 ) -> Teacher:
     """Read a model of a supported family, and check that no tensor is missing, extra, damaged or of another shape.
 
     Args:
         source: a checkpoint folder, a name on the Hub, or a loaded model.
-        tokenizer: that of a loaded model. Without text and languages it may be missing.
+        tokenizer: that of a loaded model, or its processor. Without text and languages it may be missing.
         languages: codes of source and target, of a multilingual model that is to translate between these two.
 
     Raises:
@@ -127,6 +136,7 @@ def read(
         FileNotFoundError: no such model, no `config.json`, no weights, or a shard that is not there.
     """
     check_tokenizer_of(tokenizer, source, optional=True)
+    tokenizer, extractor = split_processor(tokenizer)
     origin: Path | PreTrainedModel = source if is_loaded(source) else resolve_source(source)
     folder, name = origin if isinstance(origin, Path) else None, model_name(source)
     where = folder or f"the loaded model {name}"
@@ -184,7 +194,7 @@ def read(
         hub_name=name if not in_folder and (folder is not None or "/" in name) else None,
         languages=languages,
         layers={stack: range(getattr(config, f"{stack}_layers")) for stack in STACKS},
-        feature_extractor=_read_extractor(folder) if reads_sound(config) and folder else None,
+        feature_extractor=(_read_extractor(folder) if folder else extractor) if reads_sound(config) else None,
     )
 
 

@@ -13,9 +13,7 @@ from ..options import Help
 from . import ARGOS, ENGINES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..in_memory import AnyModel
+    from ..in_memory import AnyModel, AnyTokenizer
 
 AnyPath = str | os.PathLike
 Model = Annotated[
@@ -23,7 +21,8 @@ Model = Annotated[
 ]
 Output = Annotated[str | Path, Help("The folder to write.", kind="file")]
 Tokenizer = Annotated[
-    "PreTrainedTokenizerBase | None", Help("That of a loaded model. Without text it may be missing.", kind="hidden")
+    "AnyTokenizer | None",
+    Help("That of a loaded model; of one for speech its processor. Without text it may be missing.", kind="hidden"),
 ]
 Overwrite = Annotated[bool, Help("Replace the folder, if a command wrote all of it.")]
 SourceLang = Annotated[

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from ..checkpoints.families import OwnFamily, all_families
 from ..checkpoints.teacher import Teacher, read, reads_sound
-from ..in_memory import AnyModel, check_tokenizer_of, model_name
+from ..in_memory import AnyModel, AnyTokenizer, check_tokenizer_of, model_name
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..models.layers import RelativePositions
@@ -48,7 +47,7 @@ def model_type(source: Teacher) -> str:
 def read_source(
     model: AnyModel,
     engine: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: AnyTokenizer | None = None,
     languages: tuple[str | None, str | None] = (None, None),
 ) -> Source:
     """Read a LightFormer, or a dense model of a family that this package converts, as the equal LightFormer.

@@ -50,6 +50,34 @@ def test_calibration_on_sound_keeps_what_a_whisper_has_learned(root):
     assert error_rate(root / "far", root) >= 50
 
 
+def test_a_loaded_model_brings_its_processor(root, tmp_path):
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(root / "whisper")
+    processor = AutoProcessor.from_pretrained(root / "whisper")
+    options = {"calibration": str(root / "without"), "pattern": {"embedding": "dense"}, "progress": False}
+    light = convert(model, tmp_path / "light", ratio=1.5, tokenizer=processor, **options)
+    assert light.calibration == str(root / "without")
+    for name in ("model.safetensors", "preprocessor_config.json"):
+        assert (tmp_path / "light" / name).read_bytes() == (root / "near" / name).read_bytes()
+    data = {"data": str(root / "test"), "speed": False, "progress": False, "source_lang": "en"}
+    assert evaluate(model, tokenizer=processor, **data).model.scores["wer"] == 0
+    export(model, tmp_path / "deployed", to="ctranslate2", quantization="float32", tokenizer=processor)
+    assert error_rate(tmp_path / "deployed", root) == 0
+    for call in (
+        lambda: convert(model, ratio=1.5, tokenizer=processor.tokenizer, **options),
+        lambda: evaluate(model, tokenizer=processor.tokenizer, **data),
+    ):
+        with pytest.raises(ValueError, match="for speech, and lacks its feature extractor: give tokenizer, its proc"):
+            call()
+
+
+def test_commands_take_a_folder_of_sound_alone(lightformers, root):
+    code, _, _ = lightformers("plan", root / "whisper", "--ratio", 1.5, "--calibration", root / "without", "--quiet")
+    assert code == 0
+    code, _, errors = lightformers("evaluate", root / "whisper", "--data", root / "without")
+    assert code == 1
+    assert "has no transcript of 000.flac" in errors
+
+
 @pytest.mark.parametrize("data", ["with", "without"])
 def test_it_recovers(data, root, tmp_path):
     options = {"teacher": root / "whisper", "data": str(root / data), "minutes": 0.3, "device": "cpu"}
