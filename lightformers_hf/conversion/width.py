@@ -10,6 +10,7 @@ Where only matrices read the output of a norm, they get its gain. Other gains be
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from .refit import bridge, compare, thin_out
 from .sensitivity import Batch, Calibration, stream_of
 from .sharing import change_basis, find_matrices
 
+logger = logging.getLogger(__name__)
 UNIT = 32  # features in a block of int4, of ONNX
 TABLES, WRITERS = ("shared", "embed_tokens"), ("out_proj", "fc2")
 
@@ -48,7 +50,7 @@ def find_width(teacher: Teacher, asked: str | int | None) -> int | None:
     share = float(text[:-1]) / 100 if text.endswith("%") else None
     width = int(text) if share is None else max(unit, int(d * share) // unit * unit)
     if share is not None and share < 1 and width == d:
-        raise OptionError("d_model", f" is {asked}, but engines need {unit} features, and {name} has {d}: remove it")
+        logger.warning(f"d_model is {asked}, but all {d} features of {name} stay: engines need a multiple of {unit}")
     if width > d:
         raise OptionError("d_model", f" is {asked}, but {name} has {d} features: give {d} at most")
     if width % unit:

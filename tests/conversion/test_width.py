@@ -287,11 +287,14 @@ def test_other_ways_go_together(options):
     assert found < torch.tensor(60.0).log().item() - entropy
 
 
-def test_all_features_change_nothing():
+def test_all_features_change_nothing(caplog):
     teacher = make_model()
     for asked in (64, "100%"):
         light = convert(teacher, d_model=asked, progress=False)
         assert torch.equal(logits(light), logits(teacher))
+    assert not caplog.text
+    convert(make_model(d_model=32), d_model="50%", progress=False)
+    assert "d_model is 50%, but all 32 features" in caplog.text
 
 
 @pytest.mark.parametrize(
