@@ -303,10 +303,6 @@ def test_all_features_change_nothing(caplog):
         ({"d_model": 96}, {}, "d_model is 96, but .* has 64 features: give 64 at most"),
         ({"d_model": 40}, {}, "d_model is 40, expected a multiple of 32 for .* give 32 or 64"),
         ({"d_model": 0}, {}, "d_model is 0, expected"),
-        (
-            {"d_model": "50%"},
-            {"d_model": 32},
-        ),
         ({"d_model": "0.0%"}, {}, "d_model is '0.0%', expected a whole number.*75%"),
         ({"d_model": "half"}, {}, "d_model is 'half', expected a whole number.*75%"),
         ({"d_model": 32}, {"encoder_groups": 1}, "d_model is 32, but layers of .* are shared .*encoder_groups"),
