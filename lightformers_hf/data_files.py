@@ -106,6 +106,12 @@ def find_files(data: str) -> list[str] | None:
     )
 
 
+def check_data(data: str) -> None:
+    """Raise an error where `data` is local, of text, and not there; sound is checked when it is found."""
+    if not is_sound(data):
+        find_files(data)
+
+
 def check_split(call: Any) -> None:
     """Raise `OptionError` where the record of a call names a split of data that is not on the Hub."""
     named = isinstance(call.data, str | os.PathLike)  # no loaded rows

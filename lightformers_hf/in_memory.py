@@ -15,7 +15,7 @@ from transformers import FeatureExtractionMixin, PreTrainedModel, PreTrainedToke
 from .files import REPORT_FILE, write_json
 from .loading import hide_bars, save_all
 from .processors import usual_settings
-from .speech import save_extractor
+from .speech import reads_sound, save_extractor
 
 # A folder, a name on the Hub, or a loaded model.
 AnyModel: TypeAlias = str | os.PathLike | PreTrainedModel
@@ -38,12 +38,12 @@ def on_disk(tokenizer: AnyTokenizer | None, *models: AnyModel) -> Iterator[list[
             if tokenizer is None or not is_loaded(model):
                 paths.append(os.path.expanduser(model))
                 continue
+            if extractor is None and reads_sound(model.config):
+                raise lacks_processor()
             path = Path(folder, str(number), model_name(model).rpartition("/")[2])
             save_all(model, path)
             tokenizer.save_pretrained(path)
-            if hasattr(model.config, "num_mel_bins"):
-                if extractor is None:
-                    raise lacks_processor()
+            if extractor is not None:
                 save_extractor(extractor, tokenizer, path)
             if report := getattr(model, "compression_report", None):
                 write_json(report.to_dict(), path / REPORT_FILE)

@@ -75,12 +75,18 @@ class Sound:
         return wave
 
 
+def reads_sound(config: PreTrainedConfig) -> bool:
+    """Whether a model with this configuration reads spectrograms."""
+    return hasattr(config, "num_mel_bins")
+
+
 def find_sounds(data: str, *, column: str | None = None, split: str = "train") -> list[Sound]:
     """Return the sounds of a folder, of a table of files, of a data set with a column of sound, or of one file.
 
     Args:
-        data: a folder with `metadata.jsonl` or `metadata.csv`, or with sound files alone; a sound file; a table
-            (.jsonl, .csv, .parquet) with a column `file_name` or `audio`; or a data set on the Hub.
+        data: a folder with `metadata.jsonl` or `metadata.csv`, or with sound files and folders alone; a sound file; a
+            table (.jsonl, .csv, .parquet) with a column `file_name` or `audio`; a pattern of these, or several with
+            commas between; or a data set on the Hub.
         column: the column of transcripts. `None`: one of `TRANSCRIPTS`, if there is one.
         split: the split of a data set on the Hub.
 

@@ -302,23 +302,29 @@ def converted(lab: Lab) -> Rows:
 def confident(lab: Lab) -> Rows:
     """Two public checkpoints, trained without label smoothing, at ratios 2 to 4; each trained at ratio 3."""
     for teacher, (data, test, *languages) in PUBLIC.items():
-        pairs = f"inputs/{data}/train.jsonl"
-        options = (*languages, *GREEDY, "--metric", "exact-match", "--metric", "cer")
+        for row in compress_public(lab, teacher, data, test, languages):
+            yield {"teacher": teacher, **row}
 
-        def score(model: str, *, teacher: str = teacher, test: str = f"{data}/{test}.jsonl", options=options) -> dict:
-            return {"teacher": teacher, **lab.score(model, teacher, test, *options)}
 
-        yield {"model": "teacher", "ratio": 1, **score(f"inputs/{teacher}")}
-        for ratio in (2, 3, 4):
-            for text in ("pairs", "own"):
-                name = f"confident/{teacher}-{ratio}-{text}"
-                given = ("--calibration", pairs, "--calibration-samples", 1000, *languages)
-                report = lab.convert(teacher, name, "--ratio", ratio, *(given if text == "pairs" else ()))
-                yield {"model": text, "ratio": ratio, **figures(report), **score(name)}
-        start, name = f"confident/{teacher}-3-pairs", f"confident/{teacher}-3-recovered"
-        lab.run(name, "recover", start, name, "--teacher", f"inputs/{teacher}", "--data", pairs, *languages,
-                "--minutes", 10, "--overwrite")  # fmt: skip
-        yield {"model": "recovered", "ratio": 3, **score(name)}
+def compress_public(lab: Lab, teacher: str, data: str, test: str, languages: list[str]) -> Rows:
+    """Rows of one checkpoint, scored on the part `test` of its data."""
+    pairs = f"inputs/{data}/train.jsonl"
+    options = (*languages, *GREEDY, "--metric", "exact-match", "--metric", "cer")
+
+    def score(model: str) -> dict[str, float]:
+        return lab.score(model, teacher, f"{data}/{test}.jsonl", *options)
+
+    yield {"model": "teacher", "ratio": 1, **score(f"inputs/{teacher}")}
+    for ratio in (2, 3, 4):
+        for text in ("pairs", "own"):
+            name = f"confident/{teacher}-{ratio}-{text}"
+            given = ("--calibration", pairs, "--calibration-samples", 1000, *languages) if text == "pairs" else ()
+            report = lab.convert(teacher, name, "--ratio", ratio, *given)
+            yield {"model": text, "ratio": ratio, **figures(report), **score(name)}
+    start, name = f"confident/{teacher}-3-pairs", f"confident/{teacher}-3-recovered"
+    lab.run(name, "recover", start, name, "--teacher", f"inputs/{teacher}", "--data", pairs, *languages,
+            "--minutes", 10, "--overwrite")  # fmt: skip
+    yield {"model": "recovered", "ratio": 3, **score(name)}
 
 
 def deploy(lab: Lab, model: str, engine: str, quantization: str) -> dict[str, object]:

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from ..loading import load_pretrained, position_limit
+from ..speech import reads_sound
 from .families import FAMILIES, OwnFamily
-from .teacher import Teacher, reads_sound
+from .teacher import Teacher
 
 TEXTS, SOURCE, TARGET = 2, 130, 20  # texts and their tokens; relative positions of T5 differ up to a distance of 128
 # Of the largest logit, and so many roundings: sinusoids are computed in float32, also if stored ones were rounded.

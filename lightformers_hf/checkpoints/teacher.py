@@ -65,7 +65,7 @@ from ..loading import (
 )
 from ..matrices import STACKS
 from ..models.configuration_lightformer import FactorizedConfig, LightFormerConfig
-from ..speech import check_extractor, complete_generation
+from ..speech import check_extractor, complete_generation, reads_sound
 from ..stored import CheckpointReader, raise_unless_damaged
 from ..vocabularies import check_ids, renumber_generation
 from .families import SHARED, Family, find_family
@@ -196,11 +196,6 @@ def read(
         layers={stack: range(getattr(config, f"{stack}_layers")) for stack in STACKS},
         feature_extractor=(_read_extractor(folder) if folder else extractor) if reads_sound(config) else None,
     )
-
-
-def reads_sound(config: PreTrainedConfig) -> bool:
-    """Whether a model with this configuration reads spectrograms."""
-    return hasattr(config, "num_mel_bins")
 
 
 def _read_extractor(folder: Path) -> FeatureExtractionMixin | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ..conversion.options import CompressionOptions, read_pattern
-from ..data_files import find_files, is_sound
+from ..data_files import check_data
 from ..files import check_folder, find_folder
 from ..options import RANGES, Option, options_of
 
@@ -116,8 +116,7 @@ def check_inputs(parameters: Sequence[click.Parameter], arguments: Mapping[str, 
         value = arguments.get(str(parameter.name))
         for name in filter(None, value if isinstance(value, tuple) else (value,)):
             if parameter.type is DATA:
-                if not is_sound(name):
-                    find_files(name)
+                check_data(name)
             elif parameter.type is CHECKPOINT and (folder := find_folder(name)):
                 check_folder(folder)
 

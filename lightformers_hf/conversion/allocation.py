@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.teacher import reads_sound
 from ..loading import stored_tensors, tensor_bytes
 from ..options import OptionError
+from ..speech import reads_sound
 from .forms import Choices, Form, Setting, all_forms
 from .options import CompressionOptions, StudyOptions, missing_unit, read_quantity
 from .rules import RankPolicy, Ratio

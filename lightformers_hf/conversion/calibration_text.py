@@ -61,9 +61,11 @@ LONGEST = 512
 SOURCES, SHORTEST_SOURCE, LONGEST_SOURCE = 256, 5, 30
 SMALL, MOST_TIMES = 20_000_000, 4  # parameters of models that take more, and how many times as many
 FURTHER = 4  # so many times as many further sources are generated for the joint fit
-# A teacher writes the language that it reads if its outputs for random tokens have at least this share of them, and if
-# it is at most so many times as uncertain where it reads about so many outputs. Enough outputs must be distinct.
-COPIED, NATIVE, PROBED, DISTINCT = 0.4, 0.5, 128, 0.5
+# A teacher writes the language that it reads if at least this share of the tokens of its outputs are tokens of their
+# sources, and if it is at most so many times as uncertain where it reads its outputs as where it reads random tokens.
+COPIED, NATIVE = 0.4, 0.5
+# Outputs that it reads to show this, about, and the share of all outputs that must be distinct.
+PROBED, DISTINCT = 128, 0.5
 FITTED = 0.25  # the work for a token in a pass of the joint fit, beside that for one of the calibration
 # Settings of the teacher's generation: tokens that begin and end a text, and tokens that may not follow.
 TOKEN_RULES = (
@@ -293,16 +295,24 @@ def synthetic_batches(model: PreTrainedModel, teacher: Teacher, samples: int | N
         return inputs, pad_sequence([torch.ones_like(some) for some in ids], batch_first=True)
 
     made = _with_targets("making text", model, teacher, map(pad, shares), most)
+    return _outputs_as_sources(model, teacher, made, prefixes) or made
+
+
+def _outputs_as_sources(
+    model: PreTrainedModel, teacher: Teacher, made: list[Batch], prefixes: Sequence[str]
+) -> list[Batch]:
+    """The outputs that were `made` for random tokens, as sources; empty if the teacher writes another language."""
+    tokenizer = teacher.tokenizer
     if tokenizer is None or any(is_translator(tokenizer, prefix) for prefix in prefixes) or copied(made) < COPIED:
-        return made
+        return []
     ids = [row[row >= 0].tolist() for batch in made for row in batch["labels"]]
     written = [text for text in tokenizer.batch_decode(ids, skip_special_tokens=True) if text.strip()]
-    if not written or len(set(written)) < DISTINCT * number:
-        return made
+    if not written or len(set(written)) < DISTINCT * len(ids):
+        return []
     texts = [prefix + text for prefix, text in zip(cycle(prefixes), written, strict=False)]
     probes = translated_batches(model, teacher, texts[:: max(1, len(texts) // PROBED)])
     if uncertainty(model, probes) > NATIVE * uncertainty(model, made):
-        return made
+        return []
     return translated_batches(model, teacher, texts)
 
 

@@ -19,14 +19,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..checkpoints.fidelity import check_outputs
-from ..checkpoints.teacher import Teacher, copy_model, on_device, reads_sound, shorten, trim
+from ..checkpoints.teacher import Teacher, copy_model, on_device, shorten, trim
 from ..files import CARD_FILE
 from ..loading import all_finite, complete, load_tensors, skeleton, stored_tensors
 from ..matrices import product_of
 from ..models.heads import ConditionalGenerationHead
 from ..options import OptionError, check_speech
 from ..processors import check_device, free_memory, has_fast_bf16
-from ..speech import save_extractor
+from ..speech import reads_sound, save_extractor
 from ..text import fingerprint
 from .allocation import (
     AUTO,

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.families import OwnFamily, all_families
-from ..checkpoints.teacher import Teacher, read, reads_sound
+from ..checkpoints.teacher import Teacher, read
 from ..in_memory import AnyModel, AnyTokenizer, check_tokenizer_of, model_name
 from ..matrices import Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
 from ..models.layers import RelativePositions
 from ..models.modeling_lightformer import LightFormerForConditionalGeneration
 from ..models.modeling_lightformer_speech import LightFormerForSpeechSeq2Seq
+from ..speech import reads_sound
 from .search import Search
 
 # Singular values of a head's product below this share of the largest are rounding errors of zeros in fp32.

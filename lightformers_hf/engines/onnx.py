@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from ..checkpoints.teacher import Teacher, reads_sound
+from ..checkpoints.teacher import Teacher
 from ..files import write_json
 from ..matrices import STACKS, Weight
 from ..models.configuration_lightformer import RELATIVE_POSITIONS
@@ -43,6 +43,7 @@ from ..rounding import (
     rotate_factors,
     round_rows,
 )
+from ..speech import reads_sound
 from .layers import Attention, Biases, Expansion, Layer, Source, Stack, model_type, read_output, read_stack
 from .onnx_model import (
     DECODER,

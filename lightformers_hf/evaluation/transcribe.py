@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, AutoProcessor, GenerationConfig
 
-from ..checkpoints import teacher
+from .. import speech
 from ..engines import RunningSpeech, check_cpu, load_engine_file
 from ..files import EXPORT_FILE, read_json
 from ..loading import load_pretrained, no_extractor
@@ -60,7 +60,7 @@ def reads_sound(folder: Path) -> bool:
     """Whether a checkpoint, or an export, is a model for speech."""
     if description := read_json(folder / EXPORT_FILE):
         return bool(description.get("reads_sound"))
-    return teacher.reads_sound(load_pretrained(AutoConfig, folder))
+    return speech.reads_sound(load_pretrained(AutoConfig, folder))
 
 
 def load_processor(folder: Path) -> ProcessorMixin:

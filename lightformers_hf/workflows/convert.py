@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import filterfalse
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +16,7 @@ from ..conversion.convert import compress, finish, write
 from ..conversion.options import CompressionOptions, StudyOptions, resolve_study
 from ..conversion.report import CompressionReport, Plan
 from ..conversion.workers import share_cores
-from ..data_files import find_files, is_sound
+from ..data_files import check_data
 from ..files import atomic_output, check_output
 from ..hub import check_push, push_folder
 from ..in_memory import given_folders, model_name
@@ -109,5 +108,5 @@ def read_teacher(call: PlanArguments, options: CompressionOptions) -> Teacher:
 def check_options(asked: CompressionOptions, study: StudyOptions | None) -> None:
     """Raise an error for options that contradict a study's switches, or a text that is not there."""
     resolve_study(asked, study)
-    for text in filterfalse(is_sound, asked.texts):
-        find_files(text)
+    for text in asked.texts:
+        check_data(text)

@@ -22,14 +22,13 @@ from typing import Any, cast
 
 from transformers import AutoConfig, GenerationConfig
 
-from ...checkpoints.teacher import reads_sound
 from ...files import CARD_FILE, PAGE_FILE, atomic_output, check_output, read_json, write_json
 from ...in_memory import AnyModel, is_loaded
 from ...languages import split_language
 from ...loading import load_pretrained, printable_name, resolve_source
 from ...options import check_speech, takes
 from ...results import Result
-from ...speech import check_language
+from ...speech import check_language, reads_sound
 from ..arguments import WebArguments
 from ..write import ExportReport, export, folder_bytes
 
